@@ -54,9 +54,8 @@ intervals: $(VENV)/.ready ## measure how often intervals hold the truth, for doc
 evidence: $(VENV)/.ready ## write the tables of docs/evidence.md from the stored results of studies
 	$(BIN)/python docs/evidence.py
 
-bench: $(PEERS)/.ready ## run all benchmarks and print their ratios
-	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do \
-		echo "== $$script"; $(PEERS)/bin/python $$script; done
+bench: $(PEERS)/.ready ## run all benchmarks; OPTIONS=--small shows in minutes that they run
+	$(PEERS)/bin/python benchmarks/everything.py $(OPTIONS)
 
 clean: ## remove the environments, caches and outputs
 	rm -rf $(VENV) $(PEERS) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

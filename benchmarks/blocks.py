@@ -57,8 +57,9 @@ def rows(adjacency, dtype, threads, rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--n", type=int, default=200_000)
     options = parser.parse_args()
-    adjacency = random_graph(200_000, 2_000_000)
+    adjacency = random_graph(options.n, 10 * options.n)
     found = []
     for threads in (1, 2):
         for dtype in (np.float32, np.float64):

@@ -22,13 +22,10 @@ WIDTH = 8
 class Setting:
     """A network with its batches, and vectors in the shapes that the libraries need."""
 
-    def __init__(self, name, device, batch):
-        torch.manual_seed(0)
-        model, x, classes = NETWORKS[name]()
-        if name == "vgg16" and device == "cpu":
-            x = x[:16]
+    def __init__(self, model, x, y, device, batch):
         self.model = model.to(device).eval()
-        x, y = x.to(device), torch.randint(0, classes, (len(x),)).to(device)
+        x, y = x.to(device), y.to(device)
+        batch = batch or len(x)
         self.batches = list(zip(x.split(batch), y.split(batch), strict=True))
         self.total = len(x)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
@@ -37,6 +34,15 @@ class Setting:
         self.block = torch.randn(self.risk.space.size, WIDTH, device=device)
         self.pieces = list(self.risk.space.unflatten(self.vector).values())
         self.device = device
+
+    @classmethod
+    def of(cls, name, device, batch):
+        """Return the setting of a network by its name."""
+        torch.manual_seed(0)
+        model, x, classes = NETWORKS[name]()
+        if name == "vgg16" and device == "cpu":
+            x = x[:16]
+        return cls(model, x, torch.randint(0, classes, (len(x),)), device, batch)
 
     def summed(self, product):
         """Return a job: the sum of ``product`` over batches, weighted by their size."""
@@ -170,7 +176,7 @@ def gathered(makers, s):
 
 
 def rows(name, device, args):
-    s = Setting(name, device, args.batch)
+    s = Setting.of(name, device, args.batch)
     makers = {"ritz": lambda s: own_jobs(s, args.compile)}
     if args.peers:
         makers |= {

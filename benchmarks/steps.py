@@ -15,30 +15,28 @@ from timing import interleaved, median, ratio, write
 
 import ritz
 
-STEPS = 200
 
-
-def step_jobs(s):
+def step_jobs(s, num_steps):
     import hessian_eigenthings as he
     from torch.nn.functional import cross_entropy
 
     op = ritz.hessian(s.risk)
     theirs = he.HessianOperator(s.model, s.batches, he.supervised_loss(cross_entropy))
     return {
-        "step, ritz": lambda: ritz.lanczos(op, num_steps=STEPS, start=s.vector),
-        "step, hessian-eigenthings": lambda: he.lanczos_tridiagonal(theirs, s.vector, STEPS),
+        "step, ritz": lambda: ritz.lanczos(op, num_steps=num_steps, start=s.vector),
+        "step, hessian-eigenthings": lambda: he.lanczos_tridiagonal(theirs, s.vector, num_steps),
     }
 
 
-def rows(name, rounds):
-    s = Setting(name, "cpu", BATCH)
+def rows(name, rounds, num_steps):
+    s = Setting.of(name, "cpu", BATCH)
     jobs = {"gradient": s.summed(s.gradient)}
     jobs["trace of the GGN, exact"] = lambda: ritz.trace(ritz.ggn(s.risk), method="exact")
     if name == "mlp":
-        jobs |= step_jobs(s)
+        jobs |= step_jobs(s, num_steps)
     seconds = interleaved(jobs, rounds=rounds)
     for label in jobs:
-        each = [t / (STEPS if label.startswith("step") else 1) for t in seconds[label]]
+        each = [t / (num_steps if label.startswith("step") else 1) for t in seconds[label]]
         yield {
             "network": name,
             "what": label,
@@ -50,10 +48,11 @@ def rows(name, rounds):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    write(__file__, [row for name in ("mlp", "cnn") for row in rows(name, args.rounds)])
+    write(__file__, [row for name in ("mlp", "cnn") for row in rows(name, args.rounds, args.steps)])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+# Small forms of the benchmarks write to another folder.
+RESULTS = Path(os.environ.get("RITZ_BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 LIBRARIES = (
     "torch",
     "numpy",

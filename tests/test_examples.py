@@ -99,6 +99,7 @@ QUICK = {
     "sharpness": ["--steps", "5", "--probes", "2", "--samples", "128"],
     "landscape": ["--steps", "5", "--points", "3"],
     "plot": [],
+    "sweep": ["--epochs", "2", "--seeds", "2", "--jobs", "1"],
 }
 
 

@@ -143,6 +143,20 @@ COMMANDS = [
     (train("--loss", "cross_entropi"), "did you mean cross_entropy?"),
     (train("--set", "momentum=abc"), "--optimizer sgd cannot be made with {'momentum': 'abc'}"),
     (train("--set", "foo=1"), "unexpected keyword argument 'foo'; it takes lr, momentum"),
+    (train("--optimizer", "kfac", "--set", "foo=1"), "weight_sharing, basis, precision, seed"),
+    (
+        train("--optimizer", "adamw", "--damping", "noise"),
+        "--damping rule 'noise' needs an optimiser with a damping delta, such as KFAC",
+    ),
+    # A setting of the optimiser with the name of an option of training.
+    (
+        train("--optimizer", "hessian_free", "--set", "max_steps=0"),
+        "ritz: max_steps must be at least 1, got 0",
+    ),
+    (
+        train("--optimizer", "lanczos_newton", "--set", "delta=much"),
+        "delta must be a number, got str",
+    ),
     (train("--optimizer", "adamm"), "no optimizer is named 'adamm'; did you mean adam"),
     (train("--lr", "-1"), "--lr must be finite and above 0, got -1.0"),
     (train("--lr", "fast"), "Invalid value for '--lr'"),

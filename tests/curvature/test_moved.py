@@ -1,5 +1,7 @@
 """A risk moved to new weights and batches, and operators that keep their traces."""
 
+from functools import partial
+
 import pytest
 import torch
 from curvature.networks import mlp, vectors
@@ -13,7 +15,7 @@ OPERATORS = {
     "hessian": hessian,
     "ggn": ggn,
     "monte carlo": fisher,
-    "empirical": lambda risk: fisher(risk, kind="empirical"),
+    "empirical": partial(fisher, kind="empirical"),
 }
 
 
@@ -150,3 +152,29 @@ def test_moving_names_weights_and_labels_that_are_wrong():
         next(model.parameters()).fill_(float("nan"))
     with pytest.raises(ValueError, match=r"parameter .* finite"):
         risk.moved()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_all_operators_of_a_risk_and_its_parts_make_one_trace(name, traces):
+    risk = Risk(mlp().double(), cross_entropy, vectors(5, 5))
+    first, again = OPERATORS[name](risk), OPERATORS[name](risk, memory=0)
+    vector = torch.ones_like(risk.theta)
+
+    assert torch.equal(first @ vector, again @ vector)
+    assert again.products.plan == first.products.plan
+    parts = [OPERATORS[name](risk.batch(index)) @ vector for index in range(2)]
+    OPERATORS[name](risk.at(2 * risk.theta)) @ vector
+
+    if name != "monte carlo":  # its labels are drawn anew
+        torch.testing.assert_close((parts[0] + parts[1]) / 2, first @ vector)
+    assert len(traces) == 1
+
+
+def test_matrices_engines_and_modes_do_not_share_traces(traces):
+    risk = Risk(mlp().double(), cross_entropy, vectors(5))
+    hessian(risk) @ risk.theta
+    ggn(risk) @ risk.theta
+    hessian(risk, engine="linearized") @ risk.theta
+    hessian(risk.on("0")) @ risk.on("0").theta
+    hessian(risk.moved()) @ risk.theta
+    assert len(traces) == 5

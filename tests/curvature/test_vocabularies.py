@@ -114,7 +114,7 @@ def test_a_trace_keeps_one_tensor_of_the_size_of_the_outputs():
     for make in (ritz.hessian, ritz.ggn):
         op = make(risk)
         op @ risk.theta
-        ((trace,),) = op.products._traces.values()
+        ((trace,),) = op.products._choice.traces.values()
         (_, context, _) = next(risk.contexts())
         kept = nbytes(trace.primal((risk.params, context)), beside=[risk.theta])
         assert size <= kept < 1.6 * size  # the gradient in the outputs, and the hidden states

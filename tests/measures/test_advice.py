@@ -175,6 +175,15 @@ def test_divisors_are_those_with_which_adam_steps():
     torch.testing.assert_close(after - before, expected)
 
 
+def test_divisors_of_amsgrad_are_the_largest_so_far():
+    risk, optimizer = trained(partial(Adam, lr=0.01, amsgrad=True), steps=40)
+    squares = [optimizer.state[p]["max_exp_avg_sq"].flatten() for p in risk.model.parameters()]
+
+    expected = (torch.cat(squares) / (1 - 0.999**40)).sqrt() + 1e-8
+
+    torch.testing.assert_close(divisors(risk, optimizer), expected)
+
+
 def test_trials_are_compared_with_the_edge(risk):
     advice = advise(
         risk, batch_sizes=(16,), verify=lambda params, rate: SGD(params, lr=rate), known=(16, 50.0)
@@ -265,9 +274,12 @@ def test_a_budget_takes_lanczos_steps_and_says_so(risk, advice):
         ({"optimizer": "adam", "momentum": math.nan}, "momentum must be between"),
         ({"matrix": "fisher"}, "matrix must be one of hessian, ggn"),
         ({"known": (0, 0.1)}, r"known\[0\] must be at least 1, got 0"),
+        ({"known": (8, 0.1, 3)}, "known must be a batch size and a learning rate, got"),
+        ({"known": 8}, "known must be a batch size and a learning rate, got 8"),
+        ({"optimizer": "adam", "momentum": 1.0}, "momentum must be below 1 for adam, got 1.0"),
         ({"known": (8, math.nan)}, r"known\[1\] must be"),
         ({"known": (8, 0.0)}, r"known\[1\] must be"),
-        ({"optimizer": "kfac", "verify": True}, "verify must be a function"),
+        ({"optimizer": "kfac", "verify": True}, "verify must be left out or a function"),
         (
             {"state": SGD([nn.Parameter(torch.ones(1))])},
             "state must be given with optimizer='adam'",
@@ -282,6 +294,49 @@ def test_wrong_arguments_are_one_clear_line(risk, options, match):
     with pytest.raises(ValueError, match=match) as caught:
         advise(risk, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("verify", "match"),
+    [
+        ("yes", "verify must be a function of parameters and a learning rate, got 'yes'"),
+        (lambda params: SGD(params), "verify must take parameters and a learning rate, but"),
+        (lambda params, rate: None, "must return one, got NoneType"),
+    ],
+)
+def test_a_wrong_function_of_trials_is_one_clear_line(risk, verify, match):
+    with pytest.raises(TypeError, match=match):
+        advise(risk, batch_sizes=(16,), verify=verify)
+
+
+def test_functions_of_trials_are_checked_before_anything_is_computed(risk, monkeypatch):
+    monkeypatch.setattr("ritz.measures._advice.lanczos", None)
+
+    with pytest.raises(ValueError, match="verify must be left out or a function"):
+        advise(risk, optimizer="kfac", verify=True)
+
+
+def test_exponents_and_sentences_follow_from_the_edges(advice):
+    sizes = torch.tensor(SIZES, dtype=torch.float64)
+    slopes = advice.edge.mean.log().diff() / sizes.log().diff()
+
+    torch.testing.assert_close(advice.exponent.mean[:-1], slopes)
+    shares = 1 - advice.edge.mean / advice.edge.mean[-1]
+    for slope, share, sentence in zip(slopes.tolist(), shares, advice.sentences, strict=False):
+        limit = "noise of" if share > 2 / 3 else "curvature sets" if share < 1 / 3 else "share"
+        assert limit in sentence
+        assert (f"raises the edge about {2**slope:.2g} times" in sentence) == bool(share > 1 / 3)
+
+
+def test_a_loss_without_curvature_is_said():
+    def flat(outputs, target):
+        return (outputs - target).mean()
+
+    advice = advise(Risk(nn.Linear(3, 1), flat, (torch.ones(9, 3), torch.zeros(9, 1))))
+
+    assert "no learning rate is unstable" in advice.warnings[0]
+    assert "nothing sets a limit" in advice.sentences[0]
+    assert not advice.edge.mean.isfinite().any()
 
 
 def test_weights_with_nan_are_one_clear_line(risk):

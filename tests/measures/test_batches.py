@@ -300,9 +300,96 @@ def test_the_table_names_sources_and_failing_conditions(tmp_path):
         ({"matrix": "fisher"}, "matrix"),
     ],
 )
-def test_bad_input_names_the_argument(bad, message):
+def test_bad_values_name_the_argument(bad, message):
     with pytest.raises(ValueError, match=message):
         batch_prediction(linear_risk(inputs()), **({"batch_sizes": (8,)} | bad))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (
+            {"batch_sizes": 8},
+            r"batch_sizes must be a sequence of integers such as \(8, 64\), got 8",
+        ),
+        ({"batch_sizes": "8"}, "batch_sizes must be a sequence of integers"),
+        ({"pairs": 3}, "pairs must be a result of eigenpairs"),
+        ({"risk": nn.Linear(2, 1)}, "risk must be ritz.Risk"),
+    ],
+)
+def test_bad_types_name_the_argument(bad, message):
+    settings = {"risk": linear_risk(inputs()), "batch_sizes": (8,)} | bad
+    with pytest.raises(TypeError, match=message):
+        batch_prediction(settings.pop("risk"), **settings)
+
+
+def test_a_negative_definite_matrix_has_batches_of_negative_eigenvalues():
+    x = inputs()[:40, :3]
+
+    def minus(outputs, target):
+        return -0.5 * (outputs - target).square().sum(1).mean()
+
+    model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    risk = Risk(model, minus, (x, torch.zeros(40, 1, dtype=torch.float64)))
+
+    found = batch_prediction(risk, batch_sizes=(8, 40), num_draws=400)
+
+    matrices = -x[:, :, None] * x[:, None, :]
+    exact = torch.linalg.eigvalsh(matrices.mean(0))[-1]
+    order = torch.rand(4000, 40, generator=seeded(5)).argsort(1)[:, :8]
+    drawn = torch.linalg.eigvalsh(torch.stack([matrices[rows].mean(0) for rows in order]))[:, -1]
+    assert float(found.best.value.mean[1]) == pytest.approx(float(exact), rel=1e-12)
+    assert float(found.best.value.mean[0]) == pytest.approx(float(drawn.mean()), rel=0.1)
+    assert "the mean eigenvalue is not positive" in str(found)
+
+
+def test_a_matrix_of_zeros_has_no_shift_and_no_division_by_zero():
+    def flat(outputs, target):
+        return (outputs - target).mean()
+
+    risk = Risk(nn.Linear(3, 1), flat, (torch.ones(9, 3), torch.zeros(9, 1)))
+
+    found = batch_prediction(risk, batch_sizes=(2, 9))
+
+    assert found.best.value.mean.tolist() == [0, 0]
+    assert bool(found.directional.value.mean.isnan().all())
+    assert "V(phi_1) = 0" in str(found)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 5])
+def test_probes_of_all_dimensions_outside_are_exact(missing):
+    x = inputs()
+    matrices = x[:, :, None] * x[:, None, :]
+
+    found = batch_prediction(
+        linear_risk(x), batch_sizes=(8,), num_vectors=P - missing, group_size=1
+    )
+
+    exact = (matrices - matrices.mean(0)).square().sum((1, 2)).mean() / P
+    assert float(found.variance.error()) < 1e-9
+    assert float(found.variance) == pytest.approx(float(exact), rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_batch_of_all_samples_is_as_uncertain_as_its_eigenvalue(dtype):
+    x = inputs()
+    model = nn.Linear(P, 1, bias=False, dtype=dtype)
+    risk = Risk(model, half_square, (x.to(dtype), torch.zeros(N, 1, dtype=dtype)), batch_size=64)
+
+    found = batch_prediction(risk, batch_sizes=(N,))
+
+    exact = torch.linalg.eigvalsh(x.T @ x / N)[-1]
+    for part in (found.best, found.directional):
+        assert abs(float(part.value.mean[0] - exact)) <= float(part.value.error()[0])
+
+
+def test_a_size_that_is_there_twice_is_measured_twice():
+    found = batch_prediction(linear_risk(inputs()), batch_sizes=(4, 64, 4), group_size=16)
+
+    assert found.best.source == ("measured", "subspace", "measured")
+    values, curve = found.best.value.mean, found.subspace.value.mean
+    assert float(values[2]) == pytest.approx(float(values[0]), rel=0.5)
+    assert float(values[2]) != float(curve[2])
 
 
 def test_pairs_without_vectors_or_of_another_size_are_refused():

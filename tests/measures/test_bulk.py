@@ -77,6 +77,17 @@ def test_the_crude_edge_is_five_times_the_mean_eigenvalue():
     assert math.isnan(found.margin)
 
 
+def test_the_crude_edge_of_one_run_has_an_error_bar():
+    matrix = torch.diag(torch.rand(SIZE, generator=seeded(1), dtype=torch.float64))
+    exact = 5 * float(matrix.trace()) / SIZE
+
+    edges = [bulk_edge(run).crude for run in runs(matrix, count=40, num_steps=15)]
+
+    scores = torch.tensor([(float(edge) - exact) / float(edge.stderr) for edge in edges])
+    # The mean square of 40 scores of variance 1 has the standard error sqrt(2 / 40).
+    assert abs(float(scores.square().mean()) - 1) < 4 * math.sqrt(2 / 40)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -295,3 +296,35 @@ def test_a_step_without_its_batch_is_refused():
     with pytest.raises(RuntimeError, match="call backward"):
         optimizer.step()
     assert noise.num_steps == 0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_the_noise_of_a_skipped_step_is_dropped_with_its_gradients(set_to_none):
+    results = []
+    for skips in (False, True):
+        model, batch = NETWORKS["mlp"](), data("mlp")
+        optimizer = SGD(model.parameters(), lr=0.1)
+        noise = CovarianceNoise(optimizer, model, kind="full", small=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for bad in (False, True, False) if skips else (False, False):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            inputs = batch[0] * (float("inf") if bad else 1.0)
+            noise.backward((inputs, batch[1]), scaler=scaler)
+            scaler.step(optimizer)
+            scaler.update(4.0)
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*results)
+
+
+def test_a_copy_of_noisy_sgd_refuses_steps_without_noise():
+    model, batch = NETWORKS["mlp"](), data("mlp")
+    optimizer = NoisySGD(model, lr=0.1, small=2)
+    optimizer.noise.backward(batch)
+    optimizer.step()
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        with pytest.raises(RuntimeError, match="a copy of NoisySGD has no model"):
+            copied.step()
+    fresh = NoisySGD(model, lr=0.1, small=2)
+    fresh.load_state_dict(optimizer.state_dict())
+    fresh.noise.backward(batch)
+    fresh.step()

@@ -176,7 +176,10 @@ def test_a_run_with_a_damping_rule_resumes_bit_for_bit(rule, tmp_path):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda p: Damping(torch.optim.SGD(p), "ratio"), "needs an optimiser with delta, got SGD"),
+        (
+            lambda p: Damping(torch.optim.SGD(p), "ratio"),
+            r"damping rule 'ratio' needs an optimiser with a damping delta, .*, got SGD",
+        ),
         (lambda p: Damping(DampedAdamW(p), "fast"), "rule must be one of"),
         (lambda p: Damping(DampedAdamW(p), "noise"), "needs batch_size, got None"),
         (lambda p: Damping(DampedAdamW(p), "noise", batch_size=4).step(), "needs a risk"),
@@ -192,7 +195,57 @@ def test_options_of_fit_that_do_not_fit_are_refused():
     model, data = logistic()
     with pytest.raises(ValueError, match="damping_interval must be given with a damping"):
         fit(model, data, damping_interval=3)
-    with pytest.raises(ValueError, match="needs an optimiser with delta, got SGD"):
+    with pytest.raises(ValueError, match=r"damping rule 'noise' needs .*, got SGD"):
         fit(model, data, damping="noise")
     with pytest.raises(ValueError, match="curvature_batch_size must be given with an optimiser"):
         fit(model, data, curvature_batch_size=8)
+
+
+def test_ratio_holds_for_a_group_that_is_added_later():
+    layers = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = DampedAdamW(layers[0].parameters(), lr=0.1, delta=0.01)
+    damping = Damping(optimizer, "ratio")
+    optimizer.add_param_group({"params": list(layers[1].parameters()), "delta": 0.4})
+    damping.step()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+
+    damping.step()
+
+    assert damping.values() == pytest.approx([0.005, 0.2])
+
+
+def test_adaptive_damping_after_a_step_to_infinity_leaves_the_run_to_end_as_diverged():
+    model, data = logistic()
+    result = fit(
+        model, data, optimizer="damped_adamw", optimizer_settings={"lr": 1e300, "delta": 1e-300},
+        damping="adaptive", damping_interval=1, num_epochs=3, batch_size=8,
+    )  # fmt: skip
+    assert result.status.outcome == "diverged"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"batch_size": 5}, [5, 5]),
+        ({"batch_size": 5, "accumulate": 3}, [15, 15]),
+        ({"batch_schedule": "0:5,1:10"}, [5, 10]),
+        ({"loader": 4}, [4, 4]),
+    ],
+)
+def test_measured_damping_is_that_of_the_samples_of_a_step(options, expected, monkeypatch):
+    sizes = []
+
+    def measure(risk, inverse, **_):
+        sizes.append(1 / (inverse + 1 / 60))  # 1/b = 1/B - 1/N
+        return 1.0
+
+    monkeypatch.setattr(_damping, "noise_damping", measure)
+    model, data = logistic()
+    if "loader" in options:
+        dataset = torch.utils.data.TensorDataset(*data)
+        data, options = torch.utils.data.DataLoader(dataset, batch_size=options["loader"]), {}
+
+    fit(model, data, optimizer="damped_adamw", damping="noise", num_epochs=2, **options)
+
+    assert sizes == pytest.approx(expected)

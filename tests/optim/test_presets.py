@@ -23,7 +23,10 @@ from ritz.optim import (
 )
 from ritz.training import fit, preset_config
 
-BASES = {"swa": "sgd", "asgd": "sgd", "large_sgd": "sgd", "noisy_sgd": "sgd"}
+BASES = {
+    "swa": "sgd", "asgd": "sgd", "nt_asgd": "sgd", "large_sgd": "sgd", "noisy_sgd": "sgd",
+    "scheduled_adam": "adam",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", preset_names())

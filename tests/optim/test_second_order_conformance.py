@@ -9,7 +9,7 @@ import torch
 from optim.second_order_cases import EVERY, build, network, samples, steps, weights
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from ritz import optim
 from ritz.curvature import Risk
@@ -151,6 +151,17 @@ def test_hooks_and_plateau_schedulers_work(name):
     for _ in range(3):
         scheduler.step(1.0)
     assert optimizer.param_groups[0]["lr"] < rate
+
+
+def test_cyclic_schedulers_leave_the_measured_momentum_alone():
+    model, optimizer = twins("SpectralSGD")
+    with pytest.raises(ValueError, match="cycle_momentum"):
+        OneCycleLR(optimizer, 1.0, total_steps=10)
+    scheduler = OneCycleLR(optimizer, 1.0, total_steps=10, cycle_momentum=False)
+    for step in range(4):
+        steps(optimizer, model, samples(), count=1, first=step)
+        scheduler.step()
+        assert optimizer.param_groups[0]["momentum"] == optimizer.rates.momentum
 
 
 @every
@@ -321,18 +332,18 @@ def test_risks_of_other_models_are_refused(name):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda p: LanczosNewton(p, delta=0.0), "delta must be above 0, got 0"),
-        (lambda p: LanczosNewton(p, -1.0), "lr must be at least 0"),
+        (lambda p: LanczosNewton(p, delta=0.0), "delta must be finite and above 0, got 0"),
+        (lambda p: LanczosNewton(p, -1.0), "lr must be finite and at least 0"),
         (lambda p: LanczosNewton(p, num_steps=0), "num_steps must be at least 1, got 0"),
         (lambda p: LanczosNewton(p, interval=0), "interval must be at least 1, got 0"),
         (lambda p: LanczosNewton(p, matrix="covariance"), "matrix must be one of"),
         (lambda p: LanczosNewton(p, start="warm"), "start must be one of"),
-        (lambda p: LanczosNewton(p, eta=-1.0), "eta must be at least 0"),
-        (lambda p: HessianFree(p, delta=-1.0), "delta must be at least 0"),
+        (lambda p: LanczosNewton(p, eta=-1.0), "eta must be finite and at least 0"),
+        (lambda p: HessianFree(p, delta=-1.0), "delta must be finite and above 0"),
         (lambda p: HessianFree(p, decay=2.0), "decay must be between"),
         (lambda p: HessianFree(p, matrix="fisher"), "matrix must be one of"),
         (lambda p: SpectralSGD(p, interval=0), "interval must be at least 1"),
-        (lambda p: SpectralSGD(p, weight_decay=-1.0), "weight_decay must be at least 0"),
+        (lambda p: SpectralSGD(p, weight_decay=-1.0), "weight_decay must be finite and at least 0"),
     ],
 )
 def test_wrong_settings_name_the_argument(make, match):
@@ -354,3 +365,49 @@ def test_sparse_gradients_are_refused():
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
         optimizer.step()
+
+
+@every
+def test_a_group_that_is_added_during_training_takes_the_present_settings(name):
+    model, batch = network(), samples()
+    optimizer = build(name, model[2].parameters())
+    steps(optimizer, model, batch, count=2)
+    for group in optimizer.param_groups:
+        # As a scheduler and a damping rule change them; HessianFree adapts its damping itself.
+        group.update({"lr": 0.2} | ({"delta": 0.7} if "delta" in group else {}))
+
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+
+    first, second = optimizer.param_groups
+    shared = {"delta", "num_steps", "max_steps", "matrix", "rate", "momentum", "adapt"}
+    assert all(first[key] == second[key] for key in shared & first.keys())
+    optimizer.update_curvature(Risk(model, cross_entropy, [batch]))
+    before = [p.detach().clone() for p in model[0].parameters()]
+    steps(optimizer, model, batch, count=2)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model[0].parameters(), strict=True))
+
+
+@every
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ({"lr": "a"}, "lr must be a number, got str"),
+        ({"lr": None}, "lr must be a number, got NoneType"),
+        ({"lr": float("nan")}, "lr must be finite and at least 0, got nan"),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"weight_decay": float("inf")}, "weight_decay must be finite"),
+        ({"delta": float("inf")}, "delta must be finite and above 0, got inf"),
+        ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
+        ({"max_steps": 2.5}, "max_steps must be an integer, got 2.5"),
+        ({"nesterov": 3}, "nesterov must be True or False, got int"),
+        ({"adapt": "yes"}, "adapt must be True or False, got str"),
+    ],
+)
+def test_settings_of_a_group_are_checked_like_those_of_the_optimiser(name, setting, error):
+    params = list(network().parameters())
+    if not setting.keys() <= build(name, params).defaults.keys():
+        return
+    with pytest.raises((ValueError, TypeError), match=error):
+        build(name, params, **setting)
+    with pytest.raises((ValueError, TypeError), match=error):
+        build(name, [{"params": params, **setting}])

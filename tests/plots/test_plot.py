@@ -39,6 +39,14 @@ def trained():
     return training.fit(model, data, num_epochs=3, batch_size=6, test=data)
 
 
+def small_sweep(grid):
+    def model():
+        return nn.Linear(3, 2)
+
+    x = torch.arange(24.0).view(8, 3) / 24
+    return training.sweep(model, (x, (x[:, 0] > 0.5).long()), grid, seeds=2, num_epochs=1)
+
+
 def ring():
     return graphs.watts_strogatz(60, num_neighbors=4, p=0.2)
 
@@ -142,6 +150,10 @@ RESULTS = {
     "advice for Adam": (
         lambda: measures.advise(network(), batch_sizes=(4, 12), optimizer="adam", known=(4, 0.1)),
         (3, "batch size $B$ (samples)", None)),
+    "sweep": (lambda: small_sweep({"lr": [0.01, 0.1], "optimizer": ["sgd", "adam"]}),
+              (2, "lr", "2 runs (dots) and their mean")),
+    "sweep of words": (lambda: small_sweep({"optimizer": ["sgd", "adam"]}), (2, "optimizer", None)),
+    "sweep of seeds": (lambda: small_sweep({}), (2, "2 runs", None)),
     "norms of layers": (lambda: optim.weight_norms(nn.Linear(3, 2)), (1, "norm", "")),
     "distances of layers": (lambda: curvature.distance(network(), torch.zeros(53)),
                             (1, "distance", "")),

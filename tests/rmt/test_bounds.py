@@ -310,16 +310,54 @@ def test_the_regret_of_sgd_is_bounded_at_the_rate_that_is_called_optimal(noise):
         ),
         (lambda: bounds.moment_correction(2, 5, bound=1.0, stddev=2.0), "stddev must be"),
         (lambda: bounds.probe_variance(5, condition=0.5), "condition must be at least 1"),
-        (lambda: bounds.probes_needed(5, condition=2.0, rtol=0.0), "rtol must be positive"),
+        (lambda: bounds.probes_needed(5, condition=2.0, rtol=0.0), "rtol must be at least"),
         (lambda: bounds.entropy_concentration(0, degrees=1), "num_samples must be at least 1"),
         (lambda: bounds.edge_perturbation(torch.ones(0), torch.ones(1)), "first must be the deg"),
         (lambda: bounds.iterate_loss(torch.ones(2), noise=1.0, rate=2.0), "rate must lie"),
         (lambda: bounds.average_loss(torch.zeros(2), noise=1.0, num_steps=3), "eigenvalues must"),
+        (lambda: bounds.iterate_loss(torch.ones(2), noise=math.nan, rate=0.1), "noise must be fin"),
+        (lambda: bounds.iterate_loss(torch.ones(2), noise=-1.0, rate=0.1), "noise must be at leas"),
+        (lambda: bounds.break_even_rate(torch.ones(2), num_steps=2, noise=0.0), "noise must be po"),
+        (
+            lambda: bounds.break_even_rate(torch.tensor([1e-12, 1e12]).double(), num_steps=9),
+            "eigenvalues and num_steps must have their break-even between",
+        ),
+        (
+            lambda: bounds.dependent_average_variance(torch.ones(2), eigenvalue=0.0, num_steps=3),
+            "eigenvalue must be finite and above 0",
+        ),
+        (
+            lambda: bounds.expected_loss(
+                quadratic.iterate(torch.ones(2), rate=0.1, num_steps=2), torch.ones(1)
+            ),
+            r"eigenvalues must be \(2,\), got \(1,\)",
+        ),
+        (
+            lambda: bounds.preconditioned_iterate_loss(-torch.eye(2), noise=torch.eye(2), rate=0.1),
+            "preconditioner must be positive definite",
+        ),
+        (
+            lambda: bounds.regret(distance=1.0, noise=1.0, rate=0.0, num_steps=2),
+            "rate must be finite and above 0",
+        ),
+        (
+            lambda: bounds.optimal_rate(smoothness=1.0, distance=0.0, noise=1.0, num_steps=2),
+            "distance must be finite and above 0",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(call, match):
     with pytest.raises(ValueError, match=match):
         call()
+
+
+def test_the_bound_of_preconditioned_averages_is_refused_where_it_does_not_hold():
+    H, B = torch.diag(torch.tensor([1.0, 4.0])), torch.diag(torch.tensor([1.0, 2.0]))
+    rest = {"noise": torch.eye(2), "start": torch.ones(2), "num_steps": 3}
+
+    assert bounds.preconditioned_average_loss(H, preconditioner=B, rate=0.5, **rest) > 0
+    with pytest.raises(ValueError, match=r"rate must be at most 0\.5, where rate \* H <= B"):
+        bounds.preconditioned_average_loss(H, preconditioner=B, rate=0.51, **rest)
 
 
 # ------------------------------------------------------------------------------------------
@@ -461,6 +499,34 @@ def test_the_hellinger_distance_is_an_integral():
             "time must be at least 0",
         ),
         (lambda: diffusion.decaying_rates(torch.eye(2), num_steps=0), "num_steps must be"),
+        (
+            lambda: diffusion.decaying_rates(torch.eye(2), num_steps=2, offset=1.0),
+            "offset must be at least",
+        ),
+        (
+            lambda: diffusion.loss_bound(
+                torch.eye(2), torch.eye(2), start=torch.ones(2), step=3, offset=0.5
+            ),
+            "offset must be at least",
+        ),
+        (
+            lambda: diffusion.expected_losses(
+                torch.eye(2), torch.eye(2), start=torch.ones(3), rates=[0.1]
+            ),
+            r"start must be \(2,\), got \(3,\)",
+        ),
+        (
+            lambda: diffusion.simulate(
+                torch.eye(2), torch.eye(2), start=torch.ones(2), rates=[math.nan], num_paths=2
+            ),
+            "rates must be finite",
+        ),
+        (
+            lambda: diffusion.hellinger(
+                *[diffusion.ornstein_uhlenbeck(torch.eye(2), torch.eye(2), time=0.0)] * 2
+            ),
+            "first must have a positive definite covariance",
+        ),
     ],
 )
 def test_wrong_arguments_of_the_diffusion_are_named(call, match):

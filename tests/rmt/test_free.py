@@ -206,6 +206,25 @@ def test_a_free_law_is_a_part_of_another():
     torch.testing.assert_close(law.cdf(x), exact.cdf(x), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_factors_of_opposite_sizes_have_the_product_of_factors_of_one_size(scale):
+    point = torch.tensor([scale], dtype=torch.float64)
+
+    law = free_product(point, MarchenkoPastur(ratio=0.5, scale=1 / scale))
+
+    exact = MarchenkoPastur(ratio=0.5)
+    assert law.status.ok
+    assert law.support == pytest.approx(exact.support, abs=1e-9)
+    x = grid(0.0, 3.0)
+    torch.testing.assert_close(law.cdf(x), exact.cdf(x), rtol=0, atol=1e-11)
+
+
+def test_roundoff_in_a_wide_gap_is_no_band():
+    law = free_sum(torch.tensor([0.0, 100.0]), Semicircle(variance=1e-4))
+
+    assert len(law.bands) == 2
+
+
 def test_bands_narrower_than_the_search_are_reported():
     # Two bands, of widths 1e-4 and 10 at 1 and 1e5
     law = generalized_marchenko_pastur(torch.tensor([1.0, 1e5]), ratio=1e-8)
@@ -221,8 +240,9 @@ def test_bands_narrower_than_the_search_are_reported():
         (lambda: free_product(Semicircle(), MarchenkoPastur(ratio=1.0)), "first must have no neg"),
         (lambda: free_product(torch.ones(2), torch.zeros(2)), "second must have no negative"),
         (lambda: free_sum(torch.tensor([math.nan]), Semicircle()), "eigenvalues must be finite"),
-        (lambda: blue(Semicircle(), 1.5), "g must be a value of the transform"),
-        (lambda: blue(Semicircle(), 0.0), "g must be a value of the transform"),
+        (lambda: stieltjes(torch.tensor([]), 1j), "eigenvalues must not be empty"),
+        (lambda: blue(Semicircle(), 1.5), "g must be a value that the transform takes"),
+        (lambda: blue(Semicircle(), 0.0), "g must be a value that the transform takes"),
         (lambda: s_transform(Semicircle(), 0.1), "measure must have no negative eigenvalues"),
         (lambda: s_transform(MarchenkoPastur(ratio=2.0), -0.6), "y must be a value"),
     ],
@@ -233,7 +253,10 @@ def test_wrong_arguments_are_named(call, match):
 
 
 def test_a_measure_of_a_wrong_type_is_named():
-    with pytest.raises(TypeError, match="measure must be eigenvalues, a Spectrum or a Density"):
+    with pytest.raises(
+        TypeError,
+        match="measure must be a tensor of eigenvalues, a Spectrum, a law or a density, got list",
+    ):
         stieltjes([1.0, 2.0], 1j)
 
 

@@ -12,8 +12,10 @@ from ritz.rmt import (
     Normal,
     Semicircle,
     TracyWidom,
+    additive_spikes,
     free_sum,
     generalized_marchenko_pastur,
+    stieltjes,
 )
 from ritz.spectra import Density, maxent
 from ritz.testing import spiked_wishart, wigner, wishart
@@ -281,6 +283,42 @@ def test_the_smallest_spike_beyond_the_edge_is_improbable_under_the_bulk():
     assert 1 - float(TracyWidom().cdf(torch.tensor(score))) < 1e-6
 
 
+def test_levels_and_points_keep_the_digits_of_python_numbers():
+    level = torch.tensor(1 - 1e-10, dtype=torch.float64)
+
+    # By way of float32 the level would be 1, and G good to seven digits.
+    torch.testing.assert_close(TracyWidom().ppf(1 - 1e-10), TracyWidom().ppf(level))
+    edges = [
+        additive_spikes(0.0, variance=1.0, size=100, level=p).edge for p in (1 - 1e-7, 1 - 1e-9)
+    ]
+    assert float(edges[1]) > float(edges[0]) + 0.01
+    exact = stieltjes(Semicircle(), torch.tensor(0.1 + 0.3j, dtype=torch.complex128))
+    torch.testing.assert_close(stieltjes(Semicircle(), 0.1 + 0.3j), exact, rtol=1e-15, atol=0)
+
+
+def test_a_single_complex_number_has_a_transform():
+    # G(iy) of the normal law is -i times the integral of exp(-x^2/2) y / (x^2 + y^2).
+    x = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64)
+    exact = (Normal().pdf(x) / (x.square() + 1)).sum() * 0.02
+
+    value = stieltjes(Normal(), 1j)
+
+    assert complex(value) == pytest.approx(complex(0, -float(exact)), abs=1e-12)
+
+
+def test_the_ends_of_the_levels_are_the_ends_of_the_support(law):
+    ends = law.ppf(torch.tensor([0.0, 1.0]))
+
+    assert tuple(ends.tolist()) == law.support
+
+
+def test_nan_is_neither_inside_nor_outside(law):
+    points = torch.tensor([math.nan, law.support[1]], dtype=torch.float64)
+
+    for values in (law.pdf(points), law.cdf(points)):
+        assert values.isnan().tolist() == [True, False]
+
+
 def test_laws_are_priors_of_maximum_entropy():
     law = Semicircle(mean=0.5, variance=0.09)
     moments = torch.tensor([law.moment(k) for k in range(4)], dtype=torch.float64)
@@ -306,6 +344,9 @@ def test_laws_are_priors_of_maximum_entropy():
         (lambda: Semicircle().ppf(1.5), "levels must be between 0 and 1"),
         (lambda: Semicircle().ppf(math.nan), "levels must be between 0 and 1"),
         (lambda: Semicircle().sample(0), "n must be at least 1"),
+        (lambda: Semicircle(mean=math.nan), "mean must be finite, got nan"),
+        (lambda: Normal(mean=math.inf), "mean must be finite, got inf"),
+        (lambda: MarchenkoPastur(ratio=1.0).moment(-1), "degree must be at least 0"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(call, match):

@@ -7,7 +7,7 @@ from ritz import NotConvergedError, logdet
 from ritz._core.results import Status
 from ritz.operators import DenseOperator, KernelOperator, _kernel
 from ritz.spectra import NotPositiveDefiniteError, backward_gradient, logdet_gradient
-from ritz.spectra._gradients import attach_gradient
+from ritz.spectra._logdet_gradient import attach_gradient
 
 PRECISIONS = [torch.float32, torch.float64]
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from ritz.spectra import NotPositiveDefiniteError
-from ritz.spectra._gradients import inverse_roots
 from ritz.spectra._lanczos import TUNING
+from ritz.spectra._logdet_gradient import inverse_roots
 from ritz.testing import with_spectrum
 
 

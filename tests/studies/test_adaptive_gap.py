@@ -5,7 +5,7 @@ import torch
 
 import ritz
 from ritz.studies import adaptive_gap, write
-from ritz.studies.adaptive_gap import METHODS, SIZES, Config, run
+from ritz.studies.adaptive_gap import METHODS, SETUPS, Config, run
 
 SMOKE = Config(size="smoke", num_seeds=2, rates=(1e-3, 4e-3), deltas=(1e-8, 0.1))
 
@@ -16,7 +16,7 @@ def result():
 
 
 def test_every_part_has_a_score_for_every_setting(result):
-    size, grid = SIZES["smoke"], SMOKE.grid("damped_adamw")
+    size, grid = SETUPS["smoke"], SMOKE.grid("damped_adamw")
     assert result.lopt.shape == (2, 2, len(size.deltas), len(size.etas))
     assert result.descent.shape == (2, 2)
     assert result.grids["damped_adamw"].shape == (3, 2, len(grid.rates), len(grid.deltas))
@@ -58,11 +58,11 @@ def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
 
 def test_a_run_that_diverges_is_nan_and_drawn_as_such(result):
     model, train = adaptive_gap._network(
-        adaptive_gap._images(SMOKE, SIZES["smoke"]), SIZES["smoke"], 0
+        adaptive_gap._images(SMOKE, SETUPS["smoke"]), SETUPS["smoke"], 0
     )
     assert len(train) == 80
-    sets = adaptive_gap._images(SMOKE, SIZES["smoke"])
-    wild = adaptive_gap._network_run(sets, SIZES["smoke"], 0, "sgd", {"lr": 1e30})
+    sets = adaptive_gap._images(SMOKE, SETUPS["smoke"])
+    wild = adaptive_gap._network_run(sets, SETUPS["smoke"], 0, "sgd", {"lr": 1e30})
     assert all(math.isnan(score) for score in wild)
     assert next(model.parameters()).shape == (8, 64)
 

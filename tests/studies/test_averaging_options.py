@@ -30,15 +30,6 @@ def test_choices_with_the_same_schedule_have_the_same_iterates(result):
     assert torch.equal(last[0], last[1])  # averaging does not change the iterates
 
 
-def test_claims_are_judged_by_paired_differences():
-    clear = torch.tensor([1.0, 1.2, 0.8], dtype=torch.float64)
-    noise = torch.tensor([1.0, -1.2, 0.3], dtype=torch.float64)
-    assert study._judge(clear, 1)["verdict"] == "agrees"
-    assert study._judge(clear, 0) == {"verdict": "differs", "why": "worse"}
-    assert study._judge(noise, 0)["verdict"] == "agrees"
-    assert study._judge(noise, -1)["verdict"] == "differs"
-
-
 def test_the_result_is_written_and_its_evidence_has_every_claim(result, tmp_path):
     files = studies.write(study, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]

@@ -82,6 +82,7 @@ def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
 
 
 def test_mixed_graphs_are_counted_by_every_method(monkeypatch):
+    monkeypatch.delenv("RITZ_DATA", raising=False)  # without the real graphs
     monkeypatch.setitem(cluster_counts.MIXED, 6, (400, 50, 90))
     config = Config(
         clusters=(2,),

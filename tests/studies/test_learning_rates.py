@@ -5,6 +5,7 @@ import torch
 
 import ritz
 from ritz.studies import damping, learning_rates, write
+from ritz.studies._training import exponent
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_an_exponent_is_the_slope_of_a_power_law():
     sizes = (4, 16, 64)
     values = 3 * torch.tensor(sizes, dtype=torch.float64) ** 0.7
 
-    assert learning_rates.exponent(sizes, values) == pytest.approx(0.7)
+    assert exponent(sizes, values) == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,15 @@ def test_an_unknown_size_lists_those_of_the_study():
         studies.sized(studies.find("averaging"), "paper")
 
 
+@pytest.mark.parametrize("name", studies.available())
+def test_every_size_of_a_study_is_one_of_its_configurations(name):
+    study = studies.find(name)
+    for size in ("small", *getattr(study, "SIZES", {})):
+        config = studies.configure(studies.sized(study, size), {"seed": "3"})
+        assert isinstance(config, study.Config)
+        assert config.seed == 3
+
+
 def test_an_interrupted_study_computes_only_the_missing_cells(tmp_path):
     calls = []
 

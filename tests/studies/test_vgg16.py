@@ -25,6 +25,8 @@ def test_every_run_has_accuracies_and_curvature_where_it_has_weights(smoke):
     assert bool(result.curvature[:, 0].isfinite().all())
     assert bool(result.curvature[:, 1, :, gadam].isfinite().all())
     assert float(result.best()[gadam, 0]) == float(result.average[gadam, 0])
+    assert bool((result.top5[0] >= result.last).all())
+    assert float(result.top5[1, gadam, 0]) >= float(result.average[gadam, 0])
 
 
 def test_finished_runs_are_read_and_not_trained_again(smoke, monkeypatch):

@@ -1,13 +1,22 @@
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from training.examples import assert_same_bits, network, samples, state
 
 import ritz
-from ritz.data import TextSplit
-from ritz.training import CurvatureMonitor, TrainingConfig, fit, read_log
+from ritz.data import Augmentation, Split, TextSplit
+from ritz.training import (
+    CurvatureMonitor,
+    TrainingConfig,
+    fit,
+    quantity_names,
+    read_log,
+    read_weights,
+)
 from ritz.training._data import DataParts
 from ritz.training._fit import RunConfig, _monitor
+from ritz.training._quantities import QUANTITIES
 
 EVERYTHING = ("lambda_max", "trace", "variance", "spectrum")
 
@@ -93,6 +102,100 @@ def test_a_user_defined_loop_is_monitored_and_unchanged(tmp_path):
     assert ("curvature/sharpness_ratio", 2) in writer.told
 
 
+def images(count=40):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(count, 1, 6, 6, generator=generator)
+    return x, torch.randint(3, (count,), generator=generator)
+
+
+def augmented():
+    """The same images as data whose batches are shifted and flipped."""
+    x, y = images()
+    bytes_ = (255 * x).to(torch.uint8)
+    return Split(inputs=bytes_, targets=y, mean=torch.tensor([0.5]), std=torch.tensor([0.3]))
+
+
+def convolutional(seed=0):
+    """Batch norm, dropout and a convolution."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.4),
+            nn.Linear(64, 3),
+        )  # fmt: skip
+
+
+OPTIONS = {"num_epochs": 3, "batch_size": 10, "augment": Augmentation(padding=1),
+           "average_from": 2, "optimizer": "adamw", "optimizer_settings": {"lr": 0.02}}  # fmt: skip
+
+
+REMEMBERED = ("lambda_max", "lambda_min", "edge", "distance", "update_size", "alpha", "gsnr")
+
+
+def watching(unit, batch_norm="eval", quantities=None):
+    """Return a monitor of quantities, or of every one that the mode of batch norm allows."""
+    names = [name for name in quantity_names()
+             if batch_norm != "train" or not QUANTITIES[name].separable]  # fmt: skip
+    return CurvatureMonitor(
+        images(12), quantities=quantities or names, unit=unit, every=2,
+        batch_norm=batch_norm, batch_size=6, num_steps=4, num_probes=2, num_runs=2, num_vectors=2,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_watching_everything_changes_no_bit_of_a_run(tmp_path):
+    plain, watched = convolutional(), convolutional()
+    torch.manual_seed(1)
+    fit(plain, augmented(), checkpoint=tmp_path / "plain", **OPTIONS)
+    before = torch.get_rng_state()
+    torch.manual_seed(1)
+    monitors = [watching("step"), watching("epoch", "train")]
+    monitors[0].every = 5
+    fit(watched, augmented(), checkpoint=tmp_path / "watched", monitors=monitors, **OPTIONS)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same_bits(state(watched), state(plain))
+    for name in ("weights", "average"):
+        files = [(tmp_path / kind / f"{name}.safetensors") for kind in ("plain", "watched")]
+        assert_same_bits(*(read_weights(file) for file in files))
+
+
+class Stop:
+    """Raises after so many steps."""
+
+    unit = "step"
+
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, count, model, optimizer):
+        if count == self.step:
+            raise KeyboardInterrupt
+
+
+def remember():
+    return watching("step", quantities=REMEMBERED)
+
+
+def test_a_resumed_run_measures_the_same_numbers(tmp_path):
+    """Warm starts, initial weights and the weights before a step come from the checkpoint."""
+    common = OPTIONS | {"save_interval": 0.0}
+    whole, parts = convolutional(), convolutional()
+    fit(whole, augmented(), monitors=[remember()], log=tmp_path / "whole.jsonl", **common)
+    options = {"checkpoint": tmp_path / "run", "log": tmp_path / "parts.jsonl", **common}
+    for step in (5, 8):
+        with pytest.raises(KeyboardInterrupt):
+            fit(parts, augmented(), monitors=[remember(), Stop(step)], **options)
+    # From a model and a monitor that know nothing of the run.
+    parts = convolutional(seed=1)
+    fit(parts, augmented(), monitors=[remember()], **options)
+    assert_same_bits(state(parts), state(whole))
+    logs = [read_log(tmp_path / f"{name}.jsonl") for name in ("whole", "parts")]
+    curvature = [[x for x in log if x["kind"] == "curvature"] for log in logs]
+    assert len(curvature[0]) == 6
+    assert curvature[1] == curvature[0]
+    assert "distance" in curvature[0][-1]
+
+
 def test_a_user_defined_risk_is_measured():
     data, model = samples(), network()
     monitor = CurvatureMonitor(
@@ -109,10 +212,10 @@ def test_a_text_is_monitored_by_its_tokens():
     tokens = torch.randint(7, (300,), generator=torch.Generator().manual_seed(0))
     split = TextSplit(tokens=tokens, length=50)
     config = RunConfig(model="", data="", training=TrainingConfig(batch_size=600))
-    monitor = _monitor(config, DataParts(train=split), cross_entropy, 1, ("trace",))
+    monitor = _monitor(config, DataParts(train=split), cross_entropy, 1, ("trace",), {})
     table = torch.randn(7, 7, generator=torch.Generator().manual_seed(1))
     model = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(table, freeze=False), Turned())
-    risk = monitor._risk(model)
+    risk = monitor._watched(model, None).risk
     batches = list(split.batches(5))  # five streams of sixty: a segment of fifty, and of nine
     with torch.no_grad():
         total = sum(float(cross_entropy(model(x), y, reduction="sum")) for x, y in batches)

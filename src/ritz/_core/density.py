@@ -1,6 +1,7 @@
 """The ``Density`` protocol, and the base class of densities averaged over probes."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -83,9 +84,12 @@ class SampledDensity(ABC):
         return float(ends[1] - ends[0])
 
 
-def as_points(x: Tensor) -> Tensor:
+def as_points(x: float | Sequence[float] | Tensor, name: str = "points") -> Tensor:
     """Return points as a float64 tensor on the CPU, where densities are evaluated."""
-    return torch.as_tensor(x, dtype=torch.float64, device="cpu")
+    try:
+        return torch.as_tensor(x, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be numbers or a tensor, got {x!r}") from error
 
 
 def band(samples: Tensor, sigmas: float) -> Band:

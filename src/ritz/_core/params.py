@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ritz._core.checks import check_type
+from ritz._core.checks import check_positive, check_type
 
 
 class ParamSpace:
@@ -55,6 +55,18 @@ class ParamSpace:
 def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     """Iterate over all parameters of an optimiser, group by group."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def check_setting(name: str, value: Any, *, zero: bool = True) -> None:
+    """Raise unless a setting of an optimiser is finite and positive, or zero if that is allowed.
+
+    Like the learning rates of torch it may be a number or a tensor of one element.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:  # the words of torch
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
+        value = value.item()
+    check_positive(name, value, zero=zero)
 
 
 def check_optimizer(optimizer: Any) -> None:

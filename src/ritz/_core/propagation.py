@@ -44,7 +44,8 @@ def propagate(
                 for shift in (step.view_as(means[index]), -step.view_as(means[index]))
             ]
             # NaN within the error: the function is not defined there, so nothing bounds the change.
-            change = torch.stack(moved).abs().nan_to_num(nan=math.inf)
+            change = torch.stack(moved).abs()
+            change = torch.where(change.isnan(), math.inf, change)
             rows.append(torch.where(size[entry] == 0, 0.0, change.amax(0)))
         return torch.stack(rows)
 

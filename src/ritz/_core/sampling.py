@@ -131,7 +131,7 @@ class Sampling:
             measure: Maps probes ``(n, k)`` to samples ``(k, *s)``.
             finish: Maps all samples to an estimate.
             generator: Source of the probes.
-            progress: Show a progress bar, or a :class:`Progress` to report to.
+            progress: ``True`` shows a progress bar; a :class:`Progress` object receives it.
             label: Name of the bar.
             advice: What to change if the truncation error is too large.
         """

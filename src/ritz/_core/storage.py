@@ -278,6 +278,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def _digest(tensors: Mapping[str, Tensor], body: Any) -> str:
+    # Keys in one order: the same content has one checksum.
     sha = hashlib.sha256(json.dumps(body, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -17,13 +17,14 @@ TrainingPrecision = Literal["float32", "tf32", "bfloat16", "float16"]
 ScheduleName = Literal["constant", "linear", "linear_held", "step"]
 Unit = Literal["step", "epoch"]
 PatienceMetric = Literal["auto", "accuracy", "loss"]
+PatienceRule = Literal["stagnation", "non_monotone"]
 # "none", and the kinds of ritz.curvature.noise_sample.
 NoiseName = Literal["none", "diagonal", "full", "centred", "true", "kfac", "trace",
                     "trace_unscaled", "isotropic", "multiplicative", "sgld"]  # fmt: skip
 DampingRule = Literal["constant", "ratio", "shrinkage", "noise", "adaptive"]
 # Panels of ``ritz train --help``.
 RATE, AVERAGE, EVALUATION = "Optimiser and learning rate", "Averaged weights", "Evaluation"
-SPEED, FILES, NOISE = "Precision and speed", "Output", "Large batches"
+SPEED, FILES, NOISE, TEXT = "Precision and speed", "Output", "Large batches", "Language models"
 
 
 def _option(default: Any, help: str, panel: str | None = None, **metadata: Any) -> Any:
@@ -77,9 +78,10 @@ class TrainingConfig:
     seed: int = _option(0, "Seed of all random numbers.", low=0, high=MAX_SEED)
     schedule: ScheduleName = _option("constant", "Schedule of the learning rate. linear is "
                                      "constant for half of the run and then falls to 1 % (with an "
-                                     "average, to 50 % until it starts); linear_held is that "
-                                     "without an average up to its start and then constant; step "
-                                     "multiplies it by 0.1 after 1/2 and 3/4 of the run.", RATE)
+                                     "average: to 50 % when the average starts). linear_held falls "
+                                     "as linear without an average, and is constant from the start "
+                                     "of the average on. step multiplies it by 0.1 after 1/2 and "
+                                     "3/4 of the run.", RATE)
     milestones: Sequence[int] = _option((), "Time at which the schedule step multiplies the "
                                         "learning rate by 0.1, in epochs or steps (see "
                                         "schedule_unit). May be repeated (default: 1/2 and 3/4 of "
@@ -99,9 +101,9 @@ class TrainingConfig:
     damping_interval: int | None = _option(None, "Number of steps between measurements of the "
                                            "damping (default: an epoch; for adaptive 5).", RATE,
                                            low=1)
-    curvature_batch_size: int | None = _option(None, "Samples of which optimisers that need the "
-                                               "curvature measure it (default: the batch of the "
-                                               "step).", RATE, low=1)
+    curvature_batch_size: int | None = _option(None, "Number of samples from which the curvature "
+                                               "is measured, for optimisers that need it (default: "
+                                               "the batch of the step).", RATE, low=1)
     average_from: int | None = _option(None, "First epoch whose weights enter the average, "
                                        "counted from 1 (default: no average).", AVERAGE, low=1)
     average_interval: int = _option(1, "Number of epochs, or of steps if average_every is step, "
@@ -118,6 +120,13 @@ class TrainingConfig:
     patience_metric: PatienceMetric = _option("auto", "Validation metric of patience. auto is the "
                                               "accuracy for classes, and the loss for text and "
                                               "where there is no accuracy.", AVERAGE)
+    # Merity et al., Regularizing and optimizing LSTM language models, section 4, algorithm 1.
+    patience_rule: PatienceRule = _option("stagnation", "When patience starts the average. "
+                                          "stagnation: after so many evaluations without a new "
+                                          "best; training stops after as many of the average. "
+                                          "non_monotone: when an evaluation is worse than the best "
+                                          "of those more than so many before it; training does "
+                                          "not stop.", AVERAGE)
     # The statistics cost a forward pass per batch, so an evaluation on the way uses a tenth.
     statistics_fraction: float = _option(0.1, "Fraction of the training batches from which "
                                          "batch-norm statistics of the average are recomputed at "
@@ -129,7 +138,7 @@ class TrainingConfig:
     noise: NoiseName = _option("none", "Gradient noise that a small batch would have, added to the "
                                "steps: square root of the diagonal of the Fisher matrix (diagonal, "
                                "as published), of the whole matrix (full) and so on; see "
-                               "noise_sample. Steps are then no CUDA graphs.", NOISE)
+                               "noise_sample. CUDA graphs are then not used.", NOISE)
     noise_batch: int | None = _option(None, "Samples of the small batch whose noise is added "
                                       "(default: 1/32 of those of a step, as published; 128 if the "
                                       "data are a DataLoader).", NOISE, low=1)
@@ -138,8 +147,9 @@ class TrainingConfig:
     noise_momentum: Literal["after", "before"] = _option("after", "Whether the noise enters after "
                                                          "momentum, or before, in the gradient.",
                                                          NOISE)
-    noise_refresh: int | None = _option(None, "Steps between new second moments of the gradients "
-                                        "(default: 1; 10 for kfac).", NOISE, low=1)
+    noise_refresh: int | None = _option(None, "Number of steps after which the second moments of "
+                                        "the gradients are computed anew (default: 1; 10 for "
+                                        "kfac).", NOISE, low=1)
     noise_sigma: float = _option(0.1, "Standard deviation of the noise isotropic and "
                                  "multiplicative.", NOISE, low=0.0)
     noise_temperature: float | None = _option(None, "Temperature of the noise sgld (default: one "
@@ -148,20 +158,35 @@ class TrainingConfig:
     ghost_batch: int | None = _option(None, "Samples from which batch norm takes its statistics in "
                                       "training (default: the whole batch of a process).", NOISE,
                                       low=2)
-    batch_schedule: str = _option("", "Batch sizes from certain numbers of epochs on, such as "
-                                  "0:128,50:4096 (default: the same throughout).", NOISE,
+    batch_schedule: str = _option("", "Batch sizes and the numbers of epochs after which they "
+                                  "begin: 0:128,50:4096 is 128 at first, and 4096 after 50 epochs "
+                                  "(default: the same throughout).", NOISE,
                                   metavar="EPOCH:SIZE,...")
+    random_segments: bool = _option(False, "Draw the lengths of the segments of a text in each "
+                                    "epoch: about the usual length, or half of it with probability "
+                                    "0.05. The learning rate of a step is proportional to its "
+                                    "length. Steps are then no CUDA graphs.", TEXT)
+    # 2 and 1 in the code of Merity et al., Revisiting activation regularization, and so published.
+    activation_penalty: float = _option(0.0, "Add this multiple of the mean square of the last "
+                                        "activations, after dropout, to the loss (AR).", TEXT,
+                                        low=0.0)
+    change_penalty: float = _option(0.0, "Add this multiple of the mean square of the change of "
+                                    "the last activations from one position to the next, before "
+                                    "dropout, to the loss (TAR).", TEXT, low=0.0)
     evaluate_every: int = _option(1, "Number of epochs between evaluations.", EVALUATION, low=1)
     evaluation_batch_size: int | None = _option(None, "Batch size of evaluations (default: the "
                                                 "larger of 512 and the batch size; for text the "
                                                 "batch size).", EVALUATION, low=1)
+    top_k: int | None = _option(None, "Also log the fraction of samples whose class is among "
+                                "the k with the largest scores, as top5_accuracy for 5.",
+                                EVALUATION, low=2, free=True)
     # Lower precisions change the weights, so they have to be chosen.
-    precision: TrainingPrecision = _option("float32", "Precision; float16 and bfloat16 are used as "
+    precision: TrainingPrecision = _option("float32", "Precision. float16 and bfloat16 mean "
                                            "automatic mixed precision.", SPEED,
                                            flags="--precision --dtype")
     device: "str | torch.device | None" = _option(None, "Device, such as cpu or cuda:1 (default: "
-                                                  "fit: device of the model; ritz train: cuda if "
-                                                  "available).", SPEED, free=True,
+                                                  "cuda if available; in Python, the device of the "
+                                                  "model).", SPEED, free=True,
                                                   kind=str | None, metavar="NAME")
     compile: bool = _option(False, "Compile the model with torch.compile.", SPEED)
     capture: bool | None = _option(None, "Run steps as CUDA graphs (default: if possible).",
@@ -219,6 +244,12 @@ class TrainingConfig:
         if self.patience is None and self.patience_metric != "auto":
             raise ValueError(f"patience_metric must be given with patience, got it alone: "
                              f"{self.patience_metric}")  # fmt: skip
+        if self.patience is None and self.patience_rule != "stagnation":
+            raise ValueError(f"patience_rule must be given with patience, got it alone: "
+                             f"{self.patience_rule}")  # fmt: skip
+        if (self.activation_penalty or self.change_penalty) and self.compile:
+            raise ValueError("compile must be False with activation_penalty and change_penalty, "
+                             "which read activations inside the model")  # fmt: skip
         self._check_noise()
         if isinstance(self.augment, str):
             raise ValueError(f"augment must be a bool or an Augmentation, got {self.augment!r}")
@@ -268,6 +299,12 @@ class TrainingConfig:
             check_count("batch_schedule", number)
         return tuple(entries)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only mapping cannot be pickled.
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values["optimizer_settings"] = dict(self.optimizer_settings)
+        return _from_values, (values,)
+
     def to_plain(self) -> dict[str, Any]:
         """Return the options as values of JSON; a user-defined object by its description."""
         return {entry.name: _to_plain(getattr(self, entry.name)) for entry in fields(self)}
@@ -284,6 +321,10 @@ class TrainingConfig:
         falls |= self.noise != "none" and self.noise_until < 1
         free = {entry.name for entry in fields(self) if entry.metadata.get("free")}
         return {k: v for k, v in plain.items() if k not in free or (falls and k == "num_epochs")}
+
+
+def _from_values(values: dict[str, Any]) -> TrainingConfig:
+    return TrainingConfig(**values)
 
 
 class TrainingOptions(TypedDict, total=False):
@@ -315,6 +356,7 @@ class TrainingOptions(TypedDict, total=False):
     lookahead_until: int | None
     patience: int | None
     patience_metric: PatienceMetric
+    patience_rule: PatienceRule
     statistics_fraction: float
     final: Literal["last", "average"]
     noise: NoiseName
@@ -326,8 +368,12 @@ class TrainingOptions(TypedDict, total=False):
     noise_temperature: float | None
     ghost_batch: int | None
     batch_schedule: str
+    random_segments: bool
+    activation_penalty: float
+    change_penalty: float
     evaluate_every: int
     evaluation_batch_size: int | None
+    top_k: int | None
     precision: TrainingPrecision
     device: "str | torch.device | None"
     compile: bool

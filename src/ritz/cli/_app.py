@@ -34,6 +34,7 @@ def build() -> typer.Typer:
     # Without arguments, show the help instead of an error.
     app = typer.Typer(name="ritz", no_args_is_help=True, epilog=start)
     app.callback()(_options)
+    # Nothing is registered by hand: a new file is a new command.
     for name in (info.name for info in pkgutil.iter_modules(cli.__path__) if info.name[0] != "_"):
         module = importlib.import_module(f"{cli.__name__}.{name}")
         if hasattr(module, "app"):
@@ -45,6 +46,7 @@ def build() -> typer.Typer:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return the exit code: 0 success, 1 the work failed, 2 bad input."""
+    # Typer is built anew for every call, so that two calls in one process are independent.
     command = _simplify_help(typer.main.get_command(build()))
     plain = [argument for argument in arguments if argument != "--debug"]  # at any position
     try:
@@ -98,13 +100,18 @@ def _options(version: Version = False, debug: Debug = False) -> None:
 
 def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
     """Return an error as one line, which names options instead of Python arguments."""
+    # The innermost command knows its options: `graph density`, not `graph`.
     for word in arguments:
         command = getattr(command, "commands", {}).get(word, command)
     lines = str(error).strip().splitlines() or [""]
     # Of an error in a worker of a DataLoader: the process and the message, without the traceback.
     worker = any("Original Traceback" in line for line in lines)
     text = " ".join(" ".join([lines[0], lines[-1]] if worker else lines).split())
+    # A setting such as max_steps of --set max_steps=0 may have the name of another option.
+    settings = {word.partition("=")[0] for word in arguments if not word.startswith("--")}
     for parameter in command.params:
+        if parameter.name in settings:
+            continue
         name, flag = f"(num_)?{parameter.name}", parameter.opts[0]
         if flag.startswith("--"):
             # "weights=False (--no-weights)", "num_steps must be ...", "give seed=1", "average_from"

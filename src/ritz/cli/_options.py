@@ -111,6 +111,7 @@ def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
 
     Typer reads options from a signature, so this function writes the signature that Typer needs.
     """
+    # Annotations may be text, which only this resolves.
     hints = get_type_hints(command)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters = [parameter for group in groups.values() for parameter in _parameters(group)]
@@ -202,6 +203,7 @@ def split_settings(option: str, settings: Iterable[str] | None) -> dict[str, str
 def split_sizes(option: str, text: str | None) -> list[int] | None:
     """Return whole numbers separated by commas, or ``None`` if there are none."""
     try:
+        # Python's own message would not name the option.
         return None if text is None else [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} takes whole numbers such as 8,64, got {text!r}") from None

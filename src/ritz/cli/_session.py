@@ -90,6 +90,7 @@ def open_run(options: MeasureOptions) -> Run:
     """Build the model and the data of a run, and load the weights."""
     device = default_device(options.device)
     folder, weights = _find_weights(options)
+    # A file of weights from elsewhere has no run.json beside it.
     made = read_run(folder) if (folder / CONFIG).is_file() else RunConfig(model="", data="")
     config = merge_config(options, made, folder)
     data_dir = options.data_dir or (None if config.data_dir is None else Path(config.data_dir))
@@ -198,6 +199,7 @@ def _find_mismatch(
         return ValueError(
             f"reading the first samples of data {parts.name} failed: {summary(error)}"
         )
+    # Two samples tell as much as a batch, and cost nothing.
     args, kwargs, labels = split_labels(batch)
     if batch is None or labels is None:
         return None
@@ -277,6 +279,7 @@ def measurement(options: MeasureOptions) -> Iterator["Measurement"]:
                 yield session
         except KeyboardInterrupt as error:
             raise Interrupted(session.progress_saved()) from error
+        # Everything is saved: nothing is left to resume.
         for state in session.states:
             remove_state(state)
     print_result(session.results, session.files, as_json=options.json)
@@ -367,6 +370,7 @@ class Measurement:
             result: What it is.
             leading: Names of further options it depends on, mentioned first.
         """
+        # Options that the name may have to mention: those of the command itself.
         entries = {entry.name: entry for entry in fields(self.options)}
         shared = {entry.name for entry in fields(MeasureOptions)}
         own = [

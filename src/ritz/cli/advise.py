@@ -25,7 +25,7 @@ class Options(shared.MeasureOptions):
     sizes: str | None = option(None, "Batch sizes, such as 8,64 (default: 8,32,128,512).")
     optimizer: Update | None = option(None, "Optimiser to advise on (default: that of the run).")
     momentum: float | None = option(None, "Momentum (default: as in the run).", low=0.0, high=1.0)
-    verify: bool = option(False, "Find the learning rates that short trainings of a copy stand.")
+    verify: bool = option(False, "Check the learning rates by short trainings of a copy.")
     max_products: int | None = option(None, "At most this many products with the matrix (default: "
                                       "as many as needed).", low=1)
     split: shared.Split = option("train", shared.SPLIT)

@@ -170,6 +170,7 @@ class CompareOptions(SampleOptions):
 def compare(options: CompareOptions) -> None:
     """Print the distances between the spectra of graphs, with their errors."""
     keywords = options.keywords()
+    # Two files of the same name in different folders are two graphs.
     files = {name: options.read(file) for name, file in _names(options.files).items()}
     distances = ritz.graphs.similarity(files, measure=options.measure, **keywords)
     options.finish({"files": options.files, "similarity": distances}, str(distances), distances)
@@ -222,6 +223,7 @@ class ModelOptions(GraphOptions):
 def model(options: ModelOptions) -> None:
     """Print the random graph model with the nearest spectrum, and its parameters."""
     graph = options.read(options.file)
+    # Moments and probes are those of the search, which has to draw many graphs.
     nearest = ritz.graphs.fit(graph, **options.common())
     facts = _facts(options.file, graph) | {"model": nearest.model, "fits": nearest.fits}
     options.finish(facts, f"{graph}\n{nearest}", nearest)

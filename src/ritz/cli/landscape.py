@@ -87,6 +87,7 @@ def _directions(session: "Measurement", risk: "Risk", options: Options) -> "dict
         size = min(options.steps, risk.space.size)
         run = lanczos(hessian(risk), num_steps=size, vectors=True, generator=generator, **saving)
         return measures.ritz_directions(run)
+    # Two directions, enough for a plane.
     drawn = [measures.random_direction(risk, generator=generator) for _ in range(2)]
     if kind == "filter":
         # Each filter of the direction gets the norm of the filter of the weights, so that the

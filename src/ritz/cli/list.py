@@ -13,13 +13,13 @@ EPILOG = examples("ritz list models", "ritz list optimizers --json")
 class Options(PrintOptions):
     """Options of the command."""
 
-    what: Literal["models", "datasets", "optimizers", "studies"] = option(
+    what: Literal["models", "datasets", "optimizers", "quantities", "studies"] = option(
         MISSING, "What to list.", argument=True
     )
 
 
 def command(options: Options) -> None:
-    """List the models, data sets, optimisers or studies that can be chosen by name."""
+    """List the models, data sets, optimisers, quantities to watch or studies."""
     if options.what == "models":
         names = {name: f"options: {', '.join(ritz.models.options(name))}"
                  for name in ritz.models.available()}  # fmt: skip
@@ -29,6 +29,10 @@ def command(options: Options) -> None:
         # Presets are optimisers with published settings, and know where these were published.
         names = {name: _defaults(name) for name in ritz.training.optimizer_names()}
         names |= {name: ritz.optim.preset(name).source for name in ritz.optim.preset_names()}
+    elif options.what == "quantities":
+        from ritz.training._shared import QUANTITIES
+
+        names = {name: QUANTITIES[name].text for name in QUANTITIES}
     else:
         # The first line of a study names the table or figure.
         documents = {name: ritz.studies.find(name).__doc__ for name in ritz.studies.available()}
@@ -44,6 +48,7 @@ def _defaults(name: str) -> str:
 
     from ritz.training._shared import create_optimizer
 
+    # Defaults are those of an optimiser that was really made.
     layer = torch.nn.Linear(1, 1)
     group = create_optimizer(name, layer.parameters(), model=layer).param_groups[0]
     return f"lr {group['lr']:g}, weight decay {group['weight_decay']:g}"

@@ -23,14 +23,16 @@ class Options(SeedOptions):
     method: Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"] = option(
         "auto",
         "Factorise the matrix (cholesky), or estimate from matrix-vector products (the "
-        "others). auto decides by size.",
+        "others). auto decides by the size of the matrix and a few probes.",
     )
     products: int = option(1500, "Maximum number of matrix-vector products.")
     floor: float | None = option(
         None, "Lower bound (> 0) of the smallest eigenvalue, if known. It narrows the error bars."
     )
     rtol: float | None = option(
-        None, "Relative error to reach (default: none). Exit code 1 if it is not reached."
+        None,
+        "Relative error to reach (default: 1e-3 for auto, otherwise none). If it is given and not "
+        "reached, the exit code is 1.",
     )
 
 

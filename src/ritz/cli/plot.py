@@ -46,6 +46,7 @@ def command(options: Options) -> None:
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"no such file: {path}")
+    # A folder stands for its log.
     logs = [path for path in paths if path.suffix == ".jsonl"]
     beside = "curves" if what == "auto" else what
     usual = paths[0].with_name(f"{beside if logs else paths[0].stem}.png")

@@ -67,6 +67,7 @@ def _calibrated(options: Options, session: "Measurement") -> None:
     from ritz import measures
 
     run = session.run
+    # The temperature needs data on which the network was not trained.
     held = "validation" if run.parts.validation is not None else "test"
     if options.split == held or getattr(run.parts, held) is None:
         raise ValueError(f"--calibrated needs held-out data besides --split {options.split}: the "

@@ -43,5 +43,6 @@ def command(options: Options) -> None:
     config = ritz.studies.configure(ritz.studies.sized(study, options.size), overrides)
     folder = options.out or Path("out") / options.name
     result = ritz.studies.run(study, config, folder, progress=not options.json)
+    # This removes the saved state, which is no longer needed.
     files = ritz.studies.write(study, result, folder)
     print_result(result, files, as_json=options.json)

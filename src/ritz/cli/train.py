@@ -3,19 +3,26 @@
 import os
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from ritz._core.checks import check_choice, check_positive
-from ritz._core.training_config import EVALUATION, RATE, TrainingConfig
+from ritz._core.training_config import RATE, TrainingConfig
 from ritz.cli import _options as shared
 from ritz.cli._options import NETWORK, OUTPUT, option
+
+if TYPE_CHECKING:
+    from ritz._core.progress import Progress
+    from ritz.training import TrainingResult
+    from ritz.training._shared import RunConfig
 
 EPILOG = shared.examples(
     "ritz train --model mlp --data digits --epochs 20 --out runs/digits",
     "ritz train --model vgg16_bn --data cifar100 --optimizer gadamx --lr 0.1 --epochs 300 "
     "--average-from 161 --schedule linear --data-dir ~/data --out runs/gadamx",
+    "ritz train --model mlp --data digits --epochs 20 --watch 2 --quantity lambda_max "
+    "--quantity gsnr --out runs/watched",
     "ritz train --model model:net --data data:load --epochs 30 --out runs/spirals",
     "The last example calls net() in model.py and load() in data.py, both in the current folder. "
     "load() returns (inputs, targets), or (train, test), or (train, validation, test). Each part "
@@ -23,8 +30,8 @@ EPILOG = shared.examples(
     "ritz train --model vgg16_bn --data cifar10 --preset noisy_sgd/vgg16_bn/cifar10 --out runs/lb",
     "If the command is interrupted, run it again. It resumes from the last checkpoint.",
 )
-# What --watch logs unless --quantity names something else.
-USUAL = ("lambda_max", "trace", "spectrum")
+# Panel of --help.
+WATCHING = "Watching"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,28 +58,62 @@ class Options(shared.PrintOptions):
     set_model: list[str] | None = option(None, shared.SET_MODEL, NETWORK, metavar="KEY=VALUE")
     set_data: list[str] | None = option(None, shared.SET_DATA, NETWORK, metavar="KEY=VALUE")
     data_dir: Path | None = option(None, shared.DATA_DIR, NETWORK, metavar="FOLDER")
-    watch: int | None = option(None, "Log the curvature every K epochs (default: never).",
-                               EVALUATION, metavar="K", low=1)
+    watch: int | None = option(None, "Log curvature, gradients and weights every K epochs "
+                               "(default: never).", WATCHING, metavar="K", low=1)
     quantity: list[str] | None = option(
-        None, "Curvature to log with --watch: lambda_max, trace, spectrum, variance (of the "
-        "Hessian between samples), step (the last step in its eigenvectors) or fisher (norms of "
-        "the Fisher matrix). May be repeated (default: the first three).", EVALUATION,
+        None, "Quantity to log with --watch (ritz list quantities). May be repeated (default: "
+        "lambda_max, weight_norms, gradient_norm, gradient_variance and noise_scale).", WATCHING,
         metavar="NAME")
+    watch_matrix: Literal["hessian", "ggn"] = option(
+        "hessian", f"Matrix to watch. {shared.MATRIX}", WATCHING)
+    watch_batch_norm: Literal["eval", "train", "recomputed"] = option(
+        "eval", f"{shared.MODE} Gradients of single samples need eval or recomputed.", WATCHING)
+    watch_samples: int = option(1024, "Number of samples to watch; of a text, tokens.", WATCHING,
+                                low=2)
+    watch_steps: int = option(20, "Lanczos steps of a spectrum; a search for eigenvalues takes at "
+                              "most ten times as many at first.", WATCHING, low=1)
     # fmt: on
 
 
 def command(options: Options, training: TrainingConfig) -> None:
     """Train a network and write weights, checkpoint and log into a folder."""
-    from ritz.cli._session import default_device, explain_mismatch, writing
-    from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
-    from ritz.training._shared import QUANTITIES, RunConfig, run_files, train_run
+    from ritz.training._shared import run_files
 
-    quantities: Any = tuple(options.quantity or USUAL)
-    for name in quantities:
-        check_choice("--quantity", name, QUANTITIES)
+    result = train_one(
+        run_config(options, training), options.out, progress=not options.json, **watching(options)
+    )
+    if int(os.environ.get("RANK", "0")):
+        return  # the first process of torchrun prints
+    shared.print_result(result, run_files(options.out), as_json=options.json)
+    if not result.status.ok:
+        typer.echo(f"ritz: {result.status}", err=True)
+        raise typer.Exit(1)
+
+
+def watching(options: Options) -> dict[str, Any]:
+    """Return when to watch the curvature and which quantities, as keywords of `train_one`."""
+    from ritz.training._shared import QUANTITIES
+
+    # Names are checked before the data are read.
+    for name in options.quantity or ():
+        check_choice("--quantity", name, tuple(QUANTITIES))
     if options.watch is None and options.quantity:
         raise ValueError(f"--quantity {options.quantity[0]} needs --watch: add --watch 1")
-    config = RunConfig(
+    watched = {"matrix": options.watch_matrix, "batch_norm": options.watch_batch_norm,
+               "num_samples": options.watch_samples, "num_steps": options.watch_steps}  # fmt: skip
+    return {
+        "watch": options.watch,
+        "quantities": options.quantity or None,
+        "monitor_options": watched,
+    }
+
+
+def run_config(options: Options, training: TrainingConfig) -> "RunConfig":
+    """Return the configuration of a run."""
+    from ritz.cli._targets import parse_settings
+    from ritz.training._shared import RunConfig
+
+    return RunConfig(
         model=options.model,
         data=options.data,
         model_options=parse_settings("--set-model", options.set_model),
@@ -81,30 +122,27 @@ def command(options: Options, training: TrainingConfig) -> None:
         loss=options.loss or "cross_entropy",
         training=replace(training, optimizer_settings=_optimizer_settings(options)),
     )
-    device = default_device(training.device)
-    parts = make_data(options.data, data_dir=options.data_dir, options=config.data_options)
+
+
+def train_one(
+    config: "RunConfig", out: Path, *, progress: "bool | Progress", **watch: Any
+) -> "TrainingResult":
+    """Train the network of a configuration into a folder."""
+    from ritz.cli._session import default_device, explain_mismatch, writing
+    from ritz.cli._targets import loss_function, make_data, make_model
+    from ritz.training._shared import train_run
+
+    device = default_device(config.training.device)
+    data_dir = Path(config.data_dir) if config.data_dir else None
+    parts = make_data(config.data, data_dir=data_dir, options=config.data_options)
     loss_fn = loss_function(config.loss)
-    model = make_model(config.model, parts, config.model_options, seed=training.seed)
+    model = make_model(config.model, parts, config.model_options, seed=config.training.seed)
     mismatch = explain_mismatch(model, parts, name=config.model, loss_fn=loss_fn)
     # The folder first: an error of the first step must leave it as it was.
-    with writing(options.out) as folder, mismatch:
-        result = train_run(
-            config,
-            model,
-            parts,
-            folder,
-            loss_fn=loss_fn,
-            device=device,
-            watch=options.watch,
-            quantities=quantities,
-            progress=not options.json,
+    with writing(out) as folder, mismatch:
+        return train_run(
+            config, model, parts, folder, loss_fn=loss_fn, device=device, progress=progress, **watch
         )
-    if int(os.environ.get("RANK", "0")):
-        return  # the first process of torchrun prints
-    shared.print_result(result, run_files(options.out), as_json=options.json)
-    if not result.status.ok:
-        typer.echo(f"ritz: {result.status}", err=True)
-        raise typer.Exit(1)
 
 
 def _optimizer_settings(options: Options) -> dict[str, Any]:

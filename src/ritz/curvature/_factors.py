@@ -169,11 +169,12 @@ def _bordered(product: Tensor, sums: Tensor, count: int) -> Tensor:
 # ------------------------------------------------------------------------------------------
 # Convolutions with stride 1: the moment of patches from products of shifted images.
 #
-# The entry of offsets u and v of the kernel is A_uv = sum_t x[t + u] x[t + v]', and depends on the
-# shift v - u alone, but for the ends of the sum: offset u reads the window [u, u + T) of the padded
-# image. A 3 x 3 kernel has 81 pairs of offsets but 25 shifts, 13 up to transposition. So the
-# sum over each shift is cut into segments of which every window is made up, and each segment is
-# computed once: 13 products of an image with itself and a few of single rows, instead of 81.
+# The block of offsets u and v of the kernel is A_uv = sum_t x[t + u] x[t + v]'. Offset u reads the
+# window [u, u + T) of the padded image. So A_uv depends only on the shift v - u, except at the ends
+# of the sum. A 3 x 3 kernel has 81 pairs of offsets but only 25 shifts, 13 up to transposition. For
+# each shift the image is cut into segments such that every window is a union of segments. Each
+# segment is computed once: 13 products of an image with itself and a few of single rows, instead
+# of 81.
 
 
 def _correlates(module: Any) -> bool:

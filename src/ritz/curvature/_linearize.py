@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.func import functionalize, vmap
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ritz._core.batches import tensors
 from ritz.curvature._modes import without_warnings_of_fallbacks
+from ritz.curvature._recorder import Recording, record
 
 # ------------------------------------------------------------------------------------------
 # Simplification of graphs: no copies, no operation twice, no arithmetic with zeros.
@@ -35,11 +34,11 @@ _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 _PRODUCTS = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
 
 
-def simplify(module: fx.GraphModule) -> fx.GraphModule:
+def simplify(graph: fx.Graph) -> None:
     """Remove copies, arithmetic with zeros and repeated operations from a graph."""
     seen: dict[Any, fx.Node] = {}
     zeros: set[fx.Node] = set()
-    for node in list(module.graph.nodes):
+    for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if _is_zero(node, zeros):
@@ -49,10 +48,8 @@ def simplify(module: fx.GraphModule) -> fx.GraphModule:
             same = seen.setdefault(key, node)
         if same is not None and same is not node:
             node.replace_all_uses_with(same)
-            module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return module
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
 
 
 def _identity(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
@@ -79,7 +76,7 @@ def _expand(node: fx.Node, source: fx.Node) -> fx.Node | None:
         return None
     with node.graph.inserting_before(node):
         expanded = node.graph.call_function(aten.expand.default, (source, list(large.shape)))
-    expanded.meta["val"] = small.expand(large.shape)
+    expanded.meta["val"] = small.expanded(large.shape)
     return expanded
 
 
@@ -112,7 +109,7 @@ def _written(node: fx.Node) -> fx.Node | None:
     if source is None or _like(source) == _like(node):
         return source
     before, after = source.meta["val"], node.meta["val"]
-    if (before.shape, before.dtype) == (after.shape, after.dtype) and after.is_contiguous():
+    if (before.shape, before.dtype) == (after.shape, after.dtype) and after.contiguous:
         node.target, node.args = aten.clone.default, (source,)
         node.kwargs = {"memory_format": torch.contiguous_format}
     return None
@@ -124,10 +121,7 @@ def _input(node: fx.Node, position: int) -> fx.Node | None:
 
 
 def _like(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return node  # like nothing else
-    return value.shape, value.dtype, value.stride(), value.device
+    return node.meta.get("val", node)  # a node without a layout is like nothing else
 
 
 def _key(node: fx.Node) -> Any:
@@ -156,26 +150,10 @@ def _key(node: fx.Node) -> Any:
 # `if mask.all()`, the value is a *guard*: the trace holds at all points with the same guards.
 
 Graph = Callable[..., Sequence[Tensor]]
-_GUARD = aten._assert_async.msg
 
 
 class GuardError(RuntimeError):
     """A point leads through other parts of the model than the trace."""
-
-
-class _Guards(TorchDispatchMode):
-    """Lets the code that is traced read numbers from tensors, and records them as guards."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not aten._local_scalar_dense.default:
-            return func(*args, **(kwargs or {}))
-        with disable_proxy_modes_tracing():
-            value = func(*args)
-        # An assertion is never removed from a graph, unlike a comparison that nobody reads.
-        _GUARD(aten.eq.Scalar(args[0], value), "guard")
-        return value
 
 
 @final
@@ -205,13 +183,13 @@ class Linearization:
         def flat(vector: Tensor, *inputs: Tensor) -> Tensor:
             values = iter(inputs)
             point = [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            with _Guards():  # type: ignore[no-untyped-call]
-                return product(vector, tree_unflatten(point, spec))
+            return product(vector, tree_unflatten(point, spec))
 
-        traced = make_fx(functionalize(flat))(vector, *tensors(point))
-        _require_fixed_shapes(traced)
-        self._compiled = compiled
-        self._primal, self._tangent, self._num_guards = _split(simplify(traced))
+        recording = record(functionalize(flat), [vector, *tensors(point)])
+        _require_fixed_shapes(recording.graph)
+        simplify(recording.graph)
+        self._compiled, self._num_guards = compiled, recording.num_conditions
+        self._primal, self._tangent = _split(recording)
         self._run_primal: Graph = _prepare(self._primal, compiled)
         self._run_tangent: dict[int, Graph] = {1: _prepare(self._tangent, compiled)}
 
@@ -239,8 +217,9 @@ class Linearization:
         """Trace the tangent part for blocks through vmap, so that vmap costs nothing later."""
         with without_warnings_of_fallbacks():
             mapped = vmap(self._tangent, in_dims=(None,) * len(primal) + (0,))
-            traced = make_fx(mapped)(*primal, vectors)
-        return _prepare(simplify(traced), self._compiled)
+            wide = record(lambda *inputs: mapped(*inputs)[0], [*primal, vectors])
+        simplify(wide.graph)
+        return _prepare(fx.GraphModule(wide.root, wide.graph), self._compiled)
 
 
 def nbytes(leaves: Sequence[Tensor], *, beside: Sequence[Tensor] = ()) -> int:
@@ -255,9 +234,9 @@ def nbytes(leaves: Sequence[Tensor], *, beside: Sequence[Tensor] = ()) -> int:
     return total
 
 
-def _require_fixed_shapes(module: fx.GraphModule) -> None:
+def _require_fixed_shapes(graph: fx.Graph) -> None:
     """Raise if shapes depend on values: the trace would fix those of its own point."""
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
             continue
         if node.target is torch.ops.aten.index.Tensor:
@@ -272,40 +251,32 @@ def _prepare(module: fx.GraphModule, compiled: bool) -> Graph:
     return graph
 
 
-def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-    """Return primal part, tangent part, and how many outputs of the primal part are guards."""
-    conditions = dict.fromkeys(_take_guards(module.graph))
-    nodes = list(module.graph.nodes)
+def _split(recording: Recording) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the primal part, whose first outputs are the guards, and the tangent part."""
+    root, nodes = recording.root, list(recording.graph.nodes)
     vector, *points = (node for node in nodes if node.op == "placeholder")
-    (result,) = (node for node in nodes if node.op == "output")
+    (output,) = (node for node in nodes if node.op == "output")
+    product, *guards = output.args[0]
     # Nodes that depend on the vector. The product is always computed anew: it is not the caller's
     # to change if it is cached.
-    moving = {vector, result, result.args[0]}
+    moving = {vector, product, output}
     for node in nodes:
         if any(source in moving for source in node.all_input_nodes):
             moving.add(node)
-    # The border: primal nodes that the tangent part reads.
-    users = [source for node in nodes if node in moving for source in node.all_input_nodes]
-    border = list(dict.fromkeys(node for node in users if node not in moving))
-    if moving & conditions.keys():
+    if not moving.isdisjoint(guards):
         raise RuntimeError("the path through the model depends on the vector")
+    # The border: primal nodes that the tangent part reads.
+    moving.remove(output)
+    sources = [source for node in nodes if node in moving for source in node.all_input_nodes]
+    border = list(dict.fromkeys(node for node in sources if node not in moving))
     fixed = [node for node in nodes if node not in moving]
-    primal = _part(module, points, fixed, [*conditions, *border])
-    tangent = _part(module, [*border, vector], [n for n in nodes if n in moving], result.args)
-    return primal, tangent, len(conditions)
-
-
-def _take_guards(graph: fx.Graph) -> list[fx.Node]:
-    """Remove the assertions from a graph, and return the nodes of their conditions."""
-    guards = [node for node in graph.nodes if node.target is _GUARD]
-    conditions = [node.all_input_nodes[0] for node in guards]
-    for node in guards:
-        graph.erase_node(node)
-    return conditions
+    primal = _part(root, points, fixed, [*guards, *border])
+    tangent = _part(root, [*border, vector], [n for n in nodes if n in moving], [product])
+    return primal, tangent
 
 
 def _part(
-    module: fx.GraphModule,
+    root: nn.Module,
     inputs: Sequence[fx.Node],
     nodes: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
@@ -320,4 +291,4 @@ def _part(
                 copies[node].target = aten.reshape.default
     graph.output(tuple(copies[node] for node in outputs))
     graph.eliminate_dead_code()
-    return fx.GraphModule(module, graph)
+    return fx.GraphModule(root, graph)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, final
@@ -313,6 +313,18 @@ def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
     return (weight.to(target.device)[torch.where(counted, target, 0)] * counted).sum()
 
 
+def check_loss(loss: Any, index: int) -> None:
+    """Raise unless a loss is one finite number."""
+    if not isinstance(loss, Tensor) or loss.ndim:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn must return one number, the mean over the batch, got {got} in batch "
+            f"{index}: use reduction='mean'"
+        )
+    if not bool(torch.isfinite(loss)):
+        raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")
+
+
 def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: bool = True) -> None:
     """Raise if class labels of cross-entropy are out of range, which crashes a GPU process.
 
@@ -424,17 +436,29 @@ class OwnLoss:
         return {key: batch[key] for key in batch if self.labelled or key != "labels"}
 
 
-def same_logits(outputs: Any, others: Any) -> bool:
-    """Return whether two outputs of a model have equal ``logits``."""
-    first, second = (_value(each, "logits") for each in (outputs, others))
-    return isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
+def recognized_loss(call: Callable[[Mapping[str, Any]], Any], batch: Any) -> OwnLoss | None:
+    """Return how a model computes its own loss on a batch, or ``None`` if it is not known.
+
+    Args:
+        call: Calls the model with keywords, and returns ``None`` if that fails.
+        batch: The batch.
+    """
+    outputs = call(batch)
+    own = _form_of_loss(outputs, split_labels(batch)[2])
+    if own is None:
+        return None
+    plain = replace(own, labelled=False)
+    again = call(plain.inputs(batch))
+    first, second = (_value(each, "logits") for each in (outputs, again))
+    same = isinstance(second, Tensor) and torch.equal(first, second)
+    return plain if same else own
 
 
 def _value(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
-def recognized_loss(outputs: Any, labels: Any) -> OwnLoss | None:
+def _form_of_loss(outputs: Any, labels: Any) -> OwnLoss | None:
     """Return how a model computes its loss, if it returns ``loss`` and ``logits`` and it is known.
 
     It is known if cross-entropy of the logits and labels, shifted by a token or not, has the same

@@ -136,6 +136,16 @@ def copy_state(
         return space, space.flatten(values), state, cast
 
 
+def restore_buffers(model: nn.Module, constants: Params) -> list[str]:
+    """Restore the copies of buffers that calls of a model wrote to, and return their names."""
+    buffers = dict(model.named_buffers())
+    # A copy of a tensor is at version 0, and every operation in place adds one.
+    written = [name for name in constants if name in buffers and constants[name]._version]
+    for name in written:
+        constants[name] = buffers[name].detach().to(constants[name], copy=True)
+    return written
+
+
 def as_leaves(params: Params) -> Params:
     """Return the parameters as tensors that autograd differentiates with respect to."""
     return {name: value.detach().requires_grad_() for name, value in params.items()}

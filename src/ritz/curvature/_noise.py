@@ -4,8 +4,8 @@ With :math:`g_i` the gradient of the loss of sample :math:`i` and :math:`s_i = \
 
 .. math:: \frac{1}{\sqrt N} \sum_i s_i g_i = \sqrt N\, \nabla \frac1N \sum_i s_i \ell_i
 
-has the covariance :math:`F = \frac1N \sum_i g_i g_i^\top` and costs one backward pass. The other
-kinds keep a part of :math:`F` alone.
+has the covariance :math:`F = \frac1N \sum_i g_i g_i^\top` and costs one backward pass. Other kinds
+have a part of :math:`F` as covariance.
 
 Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
 descent with covariance noise*, sections 2.2, D, E.2 and F.
@@ -71,9 +71,9 @@ def noise_sample(
                         one of Langevin dynamics at temperature :math:`T`
     ==================  ==========================================================================
 
-    Multiply by :math:`\sqrt{1/M_S - 1/M_L}` for what a batch of :math:`M_S` samples has more than
-    one of :math:`M_L`; :class:`ritz.optim.CovarianceNoise` does so in training. For the noise of
-    one batch pass ``risk.batch(number)``.
+    Multiply by :math:`\sqrt{1/M_S - 1/M_L}` for the noise that a batch of :math:`M_S` samples has
+    in excess of one of :math:`M_L`; :class:`ritz.optim.CovarianceNoise` does so in training. For
+    the noise of one batch pass ``risk.batch(number)``.
 
     **Batch norm in train mode.** The loss of a sample depends on the other samples of its (ghost)
     batch. ``full``, ``centred`` and ``true`` use the gradient of :math:`\ell_i` as a function of

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypedDict, final
 
@@ -50,6 +50,28 @@ class ProductOptions(TypedDict, total=False):
 
 
 @final
+@dataclass(slots=True)
+class Choice:
+    """How the products of one matrix are computed, and its traces.
+
+    All operators of a matrix at a risk, and at risks that differ from it in weights or data alone,
+    share one, so that each shape of batches is traced once.
+
+    Attributes:
+        engine: ``auto`` until the first product has shown whether the model can be traced.
+        column: The way that was chosen.
+        plan: The choice in words.
+        traces: By shape of the batch, one for each path through the model; an empty list if it is
+            not traceable.
+    """
+
+    engine: EngineName
+    column: Column | None = None
+    plan: str = "not yet used"
+    traces: dict[Any, list[Linearization]] = field(default_factory=dict)
+
+
+@final
 class Products:
     r"""Products :math:`V \mapsto \sum_b w_b A_b V + \mu V` with the matrices of batches.
 
@@ -62,6 +84,7 @@ class Products:
 
     Args:
         risk: The loss at a point.
+        kind: Name of the matrix. Products of one kind at a risk share their traces.
         ways: Names and functions for the product of one batch with one vector. The first one that
             works is used.
         reversed_if_eager: Use the second way, by reverse rules alone, on the CPU if the model is
@@ -80,6 +103,7 @@ class Products:
     def __init__(
         self,
         risk: Risk,
+        kind: str,
         ways: Sequence[tuple[str, Column]],
         *,
         engine: EngineName = "auto",
@@ -106,22 +130,20 @@ class Products:
             ) or risk.num_outputs > entropy.TUNING.large
             block_size = 1 if alone else LIMITS.block_size
         self.block_size = block_size
-        self._ways, self._engine, self._compile = ways, engine, compile
+        self._ways, self._compile = ways, compile
         self._memory = self._room = memory
         self._must_trace = compile or engine == "linearized"
         self._reversed = reversed_if_eager and not risk.theta.is_cuda
-        self._column: Column | None = None  # the way that was chosen
-        # By shape of the batch, one for each path through the model; none if it is not traceable.
-        self._traces: dict[Any, list[Linearization]] = {}
+        self._choice: Choice = risk.shared.setdefault((kind, engine, compile), Choice(engine))
         self._cached: dict[tuple[int, int], Linear] = {}  # by batch and first sample
-        self._plan = "not yet used"
+        self._notes, self._num_traces = "", 0  # of this operator alone
         self._chunk: int | None = None  # samples of a batch at once
 
     @property
     def plan(self) -> str:
         """How products are computed and why. Known after the first product."""
         cut = "" if self._chunk is None else f", {self._chunk} samples at a time to fit memory"
-        return self._plan + cut
+        return self._choice.plan + self._notes + cut
 
     def at(self, risk: Risk, *, extra: Callable[[int], Any] | None = None) -> "Products":
         """Return the products of another risk of the same model and loss, with the same traces.
@@ -132,7 +154,7 @@ class Products:
             raise ValueError(f"risk must be one at which the same trace holds, but {reason}")
         other = copy.copy(self)
         other.risk, other.extra = risk, extra or self.extra
-        # Primal parts belong to a point and a batch; the dictionary of traces is shared.
+        # Primal parts belong to a point and a batch; the choice with its traces is shared.
         other._cached, other._room = {}, self._memory
         return other
 
@@ -168,7 +190,7 @@ class Products:
                         raise
                     # vmap lacks rules for some operations. Any other error comes up again.
                     self.block_size = 1
-                    self._plan += f" (one column at a time: {first_line(error)})"
+                    self._notes += f" (one column at a time: {first_line(error)})"
             yield weight, product.T
 
     def _batch(self, vectors: Tensor, index: int, context: Context) -> Tensor:
@@ -200,14 +222,16 @@ class Products:
         """Return the product with the matrix of a batch: cached, traced or eager."""
         if key in self._cached:
             return self._cached[key]
-        primal = None
-        if self._column is None:
+        primal, choice = None, self._choice
+        if choice.column is None:
             with without_warnings_of_torch():
-                self._column, primal = self._choose(context)
-        found = self._trace(self._column, context) if primal is None else (
-            self._traces[_shape(context)][-1], primal)  # fmt: skip
+                choice.column, primal = self._choose(context)
+        if choice.engine == "eager" and choice.plan.startswith(PLAIN):
+            self.block_size = 1  # vmap does not enter autograd
+        found = self._trace(choice.column, context) if primal is None else (
+            choice.traces[_shape(context)][-1], primal)  # fmt: skip
         if found is None:
-            return partial(self._eager, self._column, context)
+            return partial(self._eager, choice.column, context)
         trace, primal = found
         linear = partial(trace.tangent, primal)
         theta = self.risk.theta
@@ -247,7 +271,7 @@ class Products:
                 partial(multiply, u[None]), NotImplementedError, RuntimeError
             )
             primal, no_trace = None, ""
-            if not problem and self._engine != "eager":
+            if not problem and self._choice.engine != "eager":
                 check = partial(self._checked_trace, column, context, u, product[0], v)
                 primal, no_trace = attempt(check, Exception)  # a trace can raise any error
             if not problem and primal is None:
@@ -257,16 +281,14 @@ class Products:
                 continue
             if no_trace and self._must_trace:
                 raise RuntimeError(f"engine='linearized' needs a traceable model: {no_trace}")
-            if self._engine != "eager":
-                self._engine = "eager" if no_trace else "linearized"
+            if self._choice.engine != "eager":
+                self._choice.engine = "eager" if no_trace else "linearized"
                 self._warn_if_slow(no_trace)
             if primal is None and self._reversed and column is self._ways[0][1]:
                 name, column = self._second_way(context, u, product, (name, column))
-            if primal is None and name == PLAIN:
-                self.block_size = 1  # vmap does not enter autograd
             notes = problems + ([f"not linearized: {no_trace}"] if no_trace else [])
-            kind = "linearized and compiled" if self._compile else self._engine
-            self._plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
+            kind = "linearized and compiled" if self._compile else self._choice.engine
+            self._choice.plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
             return column, primal
         with suppress(NotImplementedError, RuntimeError):  # the gradient may fail as well
             self.risk.diagnose()
@@ -315,32 +337,33 @@ class Products:
             raise ArithmeticError(f"the traced product differs by {gap / size:.1g}")
         if problem := _asymmetry(u, Au, v, Av):
             raise ArithmeticError(problem)
-        self._traces[_shape(context)] = [trace]
+        self._choice.traces[_shape(context)] = [trace]
         return primal
 
     def _trace(self, column: Column, context: Context) -> tuple[Linearization, list[Tensor]] | None:
         """Return a trace that holds for a batch and its primal part, or ``None`` if it is eager."""
-        if self._engine == "eager":
+        if self._choice.engine == "eager":
             return None
-        point, key = (self.risk.params, context), _shape(context)
-        for trace in self._traces.get(key, ()):
+        point, traces = (self.risk.params, context), self._choice.traces
+        known = traces.get(key := _shape(context))
+        for trace in known or ():
             with suppress(GuardError):
                 return trace, trace.primal(point)
-        tried = key in self._traces and not self._traces[key]
-        if tried or sum(map(len, self._traces.values())) >= LIMITS.max_traces:
+        if known == [] or self._num_traces >= LIMITS.max_traces:
             return None
         # Another shape or other values may lead through parts of the model that cannot be traced.
         kinds = () if self._must_trace else (Exception,)
         trace, problem = attempt(partial(self._linearize, column, context), *kinds)
         if problem:
-            self._plan += f" (not linearized for all batches: {problem})"
-            self._traces.setdefault(key, [])
+            self._choice.plan += f" (not linearized for all batches: {problem})"
+            traces.setdefault(key, [])
             return None
-        self._traces.setdefault(key, []).append(trace)
+        traces.setdefault(key, []).append(trace)
         return trace, trace.primal(point)
 
     def _linearize(self, column: Column, context: Context) -> Linearization:
         point = (self.risk.params, context)
+        self._num_traces += 1
         with self.risk.settings(), without_warnings_of_torch():
             return Linearization(
                 partial(self._multiply, column), self.risk.theta, point, compiled=self._compile
@@ -357,7 +380,7 @@ class Products:
             if at_once == 1 or self.risk.sample_gap(alone=True):
                 raise error
             self._chunk = -(-at_once // 2)
-            self._traces.clear()
+            self._choice.traces.clear()
         torch.cuda.empty_cache()
 
 

@@ -6,8 +6,8 @@ therefore serves every module at once.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 from typing import Any
@@ -93,6 +93,26 @@ def full_name(module: str, key: str) -> str:
     return f"{module}.{key}" if module else key
 
 
+@contextmanager
+def hooks_on_calls(
+    modules: Mapping[str, nn.Module], record: Callable[[str, Any, Any, Any], Any]
+) -> Iterator[None]:
+    """Pass every call of the modules in the block on: name, arguments without graph, output.
+
+    An output that ``record`` returns replaces that of the module.
+    """
+
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        return record(name, args, kwargs, output)
+
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            hook = module.register_forward_hook(partial(note, name), with_kwargs=True)
+            stack.callback(hook.remove)
+        yield
+
+
 def forward_pass(risk: Risk, context: Context, modules: dict[str, tuple[str, ...]]) -> ForwardPass:
     """Evaluate a batch and record its modules. Needs :meth:`Risk.settings`.
 
@@ -102,21 +122,17 @@ def forward_pass(risk: Risk, context: Context, modules: dict[str, tuple[str, ...
     calls: dict[str, list[Call]] = {name: [] for name in modules}
     state, layers = risk.params | context.constants, dict(risk.model.named_modules())
 
-    def record(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def record(name: str, args: Any, kwargs: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return None
         point = output if output.requires_grad else output.detach().requires_grad_()
-        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         prefix = f"{name}." if name else ""
         inner = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
         call = Call(args=args, kwargs=kwargs, output=point, state=inner, chosen=modules[name])
         calls[name].append(call)
         return point.clone()  # the next operation may be in place
 
-    with recording(), ExitStack() as stack:
-        for name in modules:
-            hook = layers[name].register_forward_hook(partial(record, name), with_kwargs=True)
-            stack.callback(hook.remove)
+    with recording(), hooks_on_calls({name: layers[name] for name in modules}, record):
         outputs, target = risk.evaluate(risk.params, context)
     single = {name: each[0] for name, each in calls.items() if len(each) == 1}
     by_row = {n: c for n, c in single.items() if is_rows(c.output, context.size) and c.by_sample()}
@@ -134,7 +150,7 @@ def forward_pass(risk: Risk, context: Context, modules: dict[str, tuple[str, ...
 
 @singledispatch
 def unroll(module: nn.Module, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
-    r"""Return :math:`a` and :math:`\delta` of a module that is linear at positions, else ``None``.
+    r"""Return :math:`a` and :math:`\delta` if a module is linear at each position, else ``None``.
 
     The gradient of a sample is :math:`\sum_t \delta_t a_t^\top` in the weight, group by group, and
     :math:`\sum_t \delta_t` in the bias. Inputs are ``(batch, groups, i, T)``, deltas
@@ -342,7 +358,7 @@ def mapped_gradients(
     Args:
         forward: Takes parameters and a batch of one sample, returns its output, a batch of one.
         params: The point, and the parameters to differentiate in.
-        batch: All samples. Tensors with one row per sample are cut, everything else is passed on.
+        batch: All samples. Tensors with one row per sample are cut; anything else is passed whole.
         columns: Cotangents of the output, ``(c, batch, ...)``.
     """
     rows, rebuild = split_samples(batch, columns.shape[1])
@@ -354,6 +370,8 @@ def mapped_gradients(
 
     # A second vmap, over columns, would be faster, but some operations of torch then sum wrongly.
     by_column = [vmap(one)(column, *rows) for column in columns]
+    if len(by_column) == 1:  # a view instead of a copy of all gradients
+        return {name: gradient.unsqueeze(0) for name, gradient in by_column[0].items()}
     return {name: torch.stack([part[name] for part in by_column]) for name in params}
 
 

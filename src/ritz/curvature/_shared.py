@@ -25,6 +25,7 @@ from ritz.curvature._losses import (
     check_scores,
     is_kept,
     known_loss,
+    losses_alone,
     num_correct,
     outputs_and_labels,
     term_mass,
@@ -34,5 +35,5 @@ from ritz.curvature._noise_kinds import NOISE_KINDS, OF_STEP, NoiseKind, scale_o
 from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._risk import check_risk
 from ritz.curvature._sample_gradients import Call, squared_gradients
-from ritz.curvature._statistics import Summary, layer_table
+from ritz.curvature._statistics import Summary, layer_table, sample_gradient_parts
 from ritz.curvature._step_noise import StepNoise

@@ -152,6 +152,7 @@ def summary(risk: Risk) -> Summary:
             )
     risk.sum_over_processes(gradient)
     loss, correct, labels = risk.sum_over_processes(sums).tolist()
+    # The L2 term (mu / 2) |theta|^2 has the gradient mu theta.
     theta = risk.theta.double()
     gradient.add_(theta, alpha=risk.l2)
     return Summary(
@@ -234,7 +235,7 @@ def gradient_statistics(
         by: ``sample`` or ``batch``. With ``batch_norm="train"`` only ``batch`` is possible.
         chunk_size: Number of sample gradients in memory at once. Defaults to :math:`2^{25}` entries
             or one gradient.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Section 5 and Fig. 2 of *Interplay Between Optimization and Generalization of SGD
     with Covariance Noise*.
@@ -253,7 +254,7 @@ def gradient_statistics(
             if by == "batch":
                 moments.add(risk.batch_gradient(context)[0][None], weight)
             else:
-                for chunk in _sample_gradients(risk, context, chunk_size, problems):
+                for chunk in sample_gradient_rows(risk, context, chunk_size, problems):
                     moments.add(chunk, weight * len(chunk) / context.size)
             bar.update(done)
     mean, variance, count = moments.totals()
@@ -321,10 +322,18 @@ class _Moments:
         return mean, risk.sum_over_processes(squares).div_(weight), int(count)
 
 
-def _sample_gradients(
+def sample_gradient_rows(
     risk: Risk, context: Context, chunk_size: int, problems: list[str]
 ) -> Iterator[Tensor]:
-    """Yield chunks ``(c, P)`` of the gradients of the samples of a batch.
+    """Yield chunks ``(c, P)`` of the gradients of the samples of a batch; see below."""
+    for gradients in sample_gradient_parts(risk, context, chunk_size, problems):
+        yield torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
+
+
+def sample_gradient_parts(
+    risk: Risk, context: Context, chunk_size: int, problems: list[str]
+) -> Iterator[Params]:
+    """Yield the gradients ``(c, *shape)`` of chunks of the samples of a batch, by parameter.
 
     They are vectorised until that fails, which is noted in ``problems``, then one by one.
     """
@@ -340,8 +349,9 @@ def _sample_gradients(
             call = partial(mapped_gradients, loss, risk.params, samples, ones)
             gradients, problem = attempt(call, RuntimeError, NotImplementedError, ValueError)
             if not problem:
-                yield torch.cat([gradient[0].flatten(1) for gradient in gradients.values()], 1)
+                yield {name: gradient[0] for name, gradient in gradients.items()}
                 continue
             problems.append(problem)
         rows = (context.rows(slice(row, row + 1)) for row in range(start, stop))
-        yield torch.stack([risk.batch_gradient(row)[0] for row in rows])
+        alone = [risk.space.unflatten(risk.batch_gradient(row)[0]) for row in rows]
+        yield {name: torch.stack([each[name] for each in alone]) for name in risk.space.shapes}

@@ -7,13 +7,13 @@ outputs, which hooks record on the way.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ritz._core.batches import num_rows, take_rows
@@ -33,13 +33,12 @@ from ritz.curvature._noise_kinds import (
     sign_columns,
 )
 from ritz.curvature._risk import Risk
-from ritz.curvature._sample_gradients import Call, full_name, owners
+from ritz.curvature._sample_gradients import Call, full_name, hooks_on_calls, owners
 from ritz.curvature._structure import structure_plan
 from ritz.operators import DiagonalOperator
 
 Noise = dict[str, Tensor]  # by parameter
 Roots = dict[str, dict[str, Tensor]]  # by the first parameter of a module, or by parameter
-MODULE_ROOTS = ("inputs", "outputs", "dense")
 
 
 @final
@@ -83,7 +82,7 @@ class StepNoise:
         self.begin(0, fresh=True)
 
     def begin(self, step: int, *, fresh: bool) -> None:
-        """Drop what was gathered, and begin a step, perhaps with new second moments."""
+        """Begin a step. With ``fresh`` its second moments are computed anew."""
         self._step, self.fresh = step, fresh
         self._total: Noise = {}
         self._blocks: dict[str, LayerSums] = {}
@@ -94,7 +93,7 @@ class StepNoise:
 
     @contextmanager
     def observing(self, batch: Any, *, wanted: bool = True) -> Iterator[None]:
-        """Record the modules of a forward pass in the block, if its second moments are needed."""
+        """Record inputs and outputs of modules in the block, if second moments are needed."""
         if wanted:
             self._check(batch)
         moments = self.kind in BY_MOMENTS and self.fresh and not self._couples()
@@ -185,7 +184,7 @@ class StepNoise:
                     "use kind='full', which does not need them"
                 )
             self._modules = plan.modules
-        # It holds a copy of the parameters, which the other kinds do not need.
+        # The risk holds a copy of the parameters, which the other kinds do not need.
         self._risk = risk if self.kind == "kfac" else None
         self._checked = True
 
@@ -237,10 +236,10 @@ class StepNoise:
         record = Pass(calls={name: [] for name in self._modules}, deltas={})
         self._pass = record
 
-        def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def note(name: str, args: Any, kwargs: Any, output: Any) -> None:
             if not isinstance(output, Tensor) or not output.requires_grad:
                 return
-            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            module = self.layers[name]
             state = dict(module.named_parameters()) | dict(module.named_buffers())
             state = {key: value.detach() for key, value in state.items()}
             call = Call(args=args, kwargs=kwargs, output=output, state=state,
@@ -249,12 +248,7 @@ class StepNoise:
             if receive is not None:
                 output.register_hook(partial(_keep, record.deltas, name))
 
-        with ExitStack() as stack:
-            for name in self._modules:
-                handle = self.layers[name].register_forward_hook(
-                    partial(note, name), with_kwargs=True
-                )
-                stack.callback(handle.remove)
+        with hooks_on_calls({name: self.layers[name] for name in self._modules}, note):
             yield
 
     def _pass_again(self, batch: Any, count: int) -> None:
@@ -277,8 +271,8 @@ class StepNoise:
         found = {name for name, _, _ in self._pass.single()}
         if lost := sorted(set(self._modules) - found):
             raise ValueError(
-                f"noise of kind {self.kind!r} needs one call of each module per batch, not so "
-                f"{lost[:3]}: use kind='full'"
+                f"noise of kind {self.kind!r} needs one call of each module per batch, but this "
+                f"does not hold for {lost[:3]}: use kind='full'"
             )
         with torch.no_grad():
             for name, call, delta in self._pass.single():

@@ -41,7 +41,7 @@ class Plan:
         whole: Parameters that are not used by exactly one call of their module. For these the
             whole model is differentiated, sample by sample.
         columns: Number of outputs per sample.
-        gap: Why it is not possible, or ``""``.
+        gap: Why gradients of single samples are not possible, or ``""``.
     """
 
     modules: dict[str, tuple[str, ...]] = field(default_factory=dict)

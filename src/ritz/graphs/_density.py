@@ -214,7 +214,7 @@ def moments(
         dtype: Data type of the products.
         device: Device of the products.
         generator: Source of the probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Algorithms 2 and 4 of *Spectral Machine Learning*.
     """
@@ -339,7 +339,7 @@ def density(
         dtype: Data type of the products.
         device: Device of the products.
         generator: Source of the probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
         GraphError: The graph has no edge: all its eigenvalues are 0, which is no density.

@@ -382,7 +382,7 @@ def fit(
         num_draws: Graphs drawn at each value.
         num_repeats: Graphs drawn for the interval of the parameter.
         generator: Source of randomness. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Sections 3.6.1 and 3.6.2 of *Spectral Machine Learning*.
     """

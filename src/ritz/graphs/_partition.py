@@ -43,7 +43,7 @@ def spectral_clusters(
             :func:`ritz.graphs.count_clusters` estimates it.
         max_steps: Maximum number of products. Defaults to that of :func:`ritz.eigenpairs`.
         generator: Source of the start vectors. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
         ValueError: Fewer clusters than components, or more than vertices.

@@ -178,7 +178,7 @@ def similarity(
         dtype: Data type of the products.
         device: Device of the products.
         generator: Source of the probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Equation 3.12 and section 3.6 of *Spectral Machine Learning*.
 

@@ -71,6 +71,7 @@ class Figures:
 
     def shifted(self, top: Estimate, along: Estimate) -> Estimate:
         """Return the largest eigenvalues of batches by noise along the leading eigenvector."""
+        # lambda' = lambda + V(phi) / (b lambda), where the mean of the bulk is nearly 0
         return propagate(
             lambda value, noise: value + noise * self.share / value,
             top,
@@ -98,6 +99,7 @@ class Figures:
             stderr=torch.where(known, spread.stderr, zero),
             truncation=torch.where(known, spread.truncation, zero),
         )
+        # c / (lambda'_1 + 2 sd) in place of c / lambda'_1, the edge at the mean batch
         rate = propagate(
             lambda value, deviation: self.stable(value + SIGMAS * deviation),
             value,
@@ -120,6 +122,7 @@ class Figures:
         return best.value, best.spread
 
     def _root_rule(self) -> Estimate:
+        # alpha(B) = alpha(B_0) (B / B_0)^(1/2)
         size, rate = self.known or (int(self.sizes[0]), 1.0)
         how = f"square-root rule from {rate:g} at {size}" if self.known else "relative to the first"
         return Estimate.exact(rate * (self.sizes / size).sqrt(), method=how)
@@ -139,10 +142,11 @@ class Figures:
         }
 
     def exponents(self) -> tuple[Estimate, Estimate, Estimate]:
-        """Return the local exponents of the scaling rule, of three models."""
+        """Return the exponents of the scaling rule, predicted and by the papers' models."""
         p = self.prediction
         common: Any = {"batch_sizes": self.sizes, "num_samples": self.num_samples}
         multiplicative = unknown(tuple(self.sizes.shape), "the mean of the bulk is not positive")
+        # theta = lambda / s - 1 needs 0 < s < lambda.
         if is_below(0.0, p.bulk.mean) and is_below(p.bulk.mean, p.lambda_max.mean):
             multiplicative = propagate(
                 partial(
@@ -155,12 +159,7 @@ class Figures:
                 method="multiplicative model",
             )
         return (
-            propagate(
-                partial(additive_exponent, **common),
-                p.lambda_max,
-                p.along,
-                method="noise along the leading eigenvector",
-            ),
+            self.exponent(),
             propagate(
                 partial(additive_exponent, **common, homogeneous=True),
                 p.lambda_max,
@@ -170,11 +169,30 @@ class Figures:
             multiplicative,
         )
 
+    def exponent(self) -> Estimate:
+        """Return by which power of the batch size the edge grows to the next size.
+
+        Beyond the largest size it is the local one, by noise along the leading eigenvector. That
+        model is of second order, and for small batches it takes the noise for stronger than it is.
+        """
+        p, model = self.prediction, partial(additive_exponent, num_samples=self.num_samples)
+        ratios = (self.sizes[1:] / self.sizes[:-1]).log()
+
+        def slopes(values: Tensor, top: Tensor, along: Tensor) -> Tensor:
+            # The edge is inverse to lambda'_1, for every optimiser.
+            known = torch.where(values > 0, values, math.nan).log()
+            last = model(top, along, batch_sizes=self.sizes[-1:])
+            return torch.cat([-known.diff() / ratios, last])
+
+        parts = (p.best.value, p.lambda_max, p.along)
+        return propagate(slopes, *parts, method="predicted edges of this and the next batch size")
+
     def changes(self) -> Estimate:
         """Return the batch sizes at which the scaling rule changes, of three models."""
         p = self.prediction
         at = partial(additive_change, num_samples=self.num_samples)
 
+        # x(B) = V / (b lambda^2) = 1 under additive noise; B = P / theta under sampling
         def both(value: Tensor, along: Tensor, variance: Tensor, bulk: Tensor) -> Tensor:
             third = multiplicative_change(value, bulk, num_parameters=self.num_parameters)
             nan = torch.full_like(third, math.nan)
@@ -188,9 +206,11 @@ class Figures:
         """Return the least damping per unit of learning rate, and that of the papers."""
         p = self.prediction
 
+        # delta / alpha = 1/2 lambda min(1, V / (b lambda^2)) = 1/2 min(lambda, V / (b lambda))
         def leading(value: Tensor, along: Tensor) -> Tensor:
             return 0.5 * torch.minimum(value.expand(len(self.share)), along * self.share / value)
 
+        # The same with v = P sigma^2 / b for every outlier, of which the worst counts
         def papers(variance: Tensor) -> Tensor:
             parts = [least_damping(self.outliers, variance=variance * x) for x in self.share]
             return torch.stack(parts)
@@ -207,6 +227,7 @@ class Figures:
         """Return the ratio of learning rates along flat and sharp directions."""
         if self.optimizer not in ADAPTIVE:
             return Estimate.exact(torch.ones_like(self.sizes), method="1 without a preconditioner")
+        # R = (lambda_1 + delta) / delta, with flat directions of eigenvalue 0
         rate = self.known[1] if self.known else 1.0
         return propagate(
             lambda top, delta: curvature_ratio(top, rate * delta),
@@ -226,6 +247,7 @@ def trials(
     progress: bool | Progress,
 ) -> Estimate:
     """Return what short trainings stand, for all batch sizes."""
+    # Bisection starts at the edge, from which trials are a factor of a few away.
     starts = torch.where(torch.isfinite(edge.mean), edge.mean, rate.mean).tolist()
     limits = [
         trainable_rate(

@@ -68,6 +68,8 @@ class Facts:
         self.projections, self.l2 = projections, l2
         self.num_products, self.seed = num_products, seed
         self.value = float(lambda_max.mean) - l2
+        # No prediction is known better than the eigenvalue of all data that it starts from.
+        self.slack = float(lambda_max.truncation)
         p = projections
         size, rank = p.num_parameters, p.small.shape[1]
         along = p.factor * p.along()
@@ -85,14 +87,16 @@ class Facts:
         inside = along.sum(1) / size
         probed = outside.mean(1) if outside.shape[1] else torch.zeros_like(inside)
         grouped = self._over_groups(inside + left * probed, "P sigma^2")
-        sampled = _error(outside.mean(0)) * left
+        # As many orthogonal probes as there are dimensions outside show all of it.
+        complete = outside.shape[1] == size - rank
+        sampled = 0.0 if complete else _error(outside.mean(0)) * left
         self.variance = replace(
             grouped,
             stderr=grouped.stderr.hypot(torch.tensor(sampled, dtype=torch.float64)),
             degrees=max(1, outside.shape[1] - 1),
             method=f"subspace and {outside.shape[1]} probes, {p.num_groups} groups",
         )
-        self.bulk = self._mean_outside(p.curvature)
+        self.bulk = self._mean_outside(p.curvature, complete)
 
     @property
     def centre(self) -> float:
@@ -123,18 +127,18 @@ class Facts:
         error = stderr(gaps) * math.sqrt(self.projections.unseen)
         return replace(estimate, stderr=error, degrees=len(gaps) - 1)
 
-    def _mean_outside(self, curvature: Tensor) -> Estimate:
+    def _mean_outside(self, curvature: Tensor, complete: bool) -> Estimate:
         mean = float(curvature.mean()) if len(curvature) else 0.0
         estimate = Estimate.exact(
             mean + self.l2, method=f"{len(curvature)} probes", num_products=self.num_products
         )
-        error = torch.tensor(_error(curvature), dtype=torch.float64)
+        error = torch.tensor(0.0 if complete else _error(curvature), dtype=torch.float64)
         return replace(estimate, stderr=error, degrees=max(1, len(curvature) - 1), seed=self.seed)
 
 
 def _error(samples: Tensor) -> float:
-    """Return the standard error of a mean; 0 without samples, which are then not needed."""
-    return float(stderr(samples)) if len(samples) else 0.0
+    """Return the standard error of a mean."""
+    return float(stderr(samples))
 
 
 # ------------------------------------------------------------------------------------------
@@ -248,7 +252,7 @@ def _with_errors(
         for number, other, last, scale in zip(full, fewer, bare, scales, strict=True)
     ]
     first, second, third = rows
-    return (first[0] + facts.l2, *first[1:]), second, third
+    return (first[0] + facts.l2, first[1], first[2] + facts.slack), second, third
 
 
 def directional(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
@@ -259,21 +263,22 @@ def directional(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
     variance = p.factor * float(first.square().mean())
     columns = []
     for size in sizes:
-        shift = float(facts.along) * facts.ratio(size) / gap if gap > 0 else math.nan
-        error, spread = shift * facts.relative, math.sqrt(variance * facts.ratio(size))
-        columns.append(
-            (
-                (facts.value + facts.l2 + shift, error, 0.0),
-                (spread, spread * facts.relative / 2, 0.0),
-                (max(0.0, 1 - shift / gap), error / gap if gap > 0 else math.nan, 0.0),
-            )
-        )
+        spread = math.sqrt(variance * facts.ratio(size))
+        value, overlap = UNKNOWN, UNKNOWN
+        if gap > 0:  # otherwise the eigenvalue is not outside of the bulk
+            shift = float(facts.along) * facts.ratio(size) / gap
+            error = shift * facts.relative
+            value = facts.value + facts.l2 + shift, error, facts.slack
+            # 1 - V / (b gap^2)
+            overlap = max(0.0, 1 - shift / gap), error / gap, 0.0
+        columns.append((value, (spread, spread * facts.relative / 2, 0.0), overlap))
     how = "V(phi_1) from the groups"
     return curve(columns, how, "directional", facts.num_products, facts.along.degrees, facts.seed)
 
 
 def additive(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
     """Return the additive model of the papers, with one variance for all directions."""
+    # P sigma^2 and one standard error less and more, for each 1/b
     noise = facts.variance.mean + facts.variance.stderr * torch.tensor([0.0, -1.0, 1.0])
     ratios = torch.tensor([facts.ratio(size) for size in sizes], dtype=torch.float64)
     spikes = additive_spikes(
@@ -310,8 +315,12 @@ def _spiked(
     columns = []
     for place in range(values.shape[1]):
         numbers = [
-            (float(part[0, place]), abs(float(part[2, place] - part[1, place])) / 2, 0.0)
-            for part in (values + facts.l2, spreads, overlaps)
+            (float(part[0, place]), abs(float(part[2, place] - part[1, place])) / 2, slack)
+            for part, slack in (
+                (values + facts.l2, facts.slack),
+                (spreads, 0.0),
+                (overlaps, 0.0),
+            )
         ]
         columns.append((numbers[0], numbers[1], numbers[2]))
     parameter = facts.variance if source == "additive" else facts.bulk

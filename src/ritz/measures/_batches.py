@@ -138,20 +138,28 @@ class BatchPrediction:
         return "\n".join(lines)
 
 
+def homogeneity(result: BatchPrediction) -> float:
+    r"""Return :math:`V(\varphi_1) / P \sigma^2`, which is 1 for homogeneous noise and for none."""
+    # Variances below the squared roundoff of the eigenvalue are zero.
+    noise = float(result.along), float(result.variance)
+    roundoff = (1e-12 * float(result.lambda_max)) ** 2
+    return 1.0 if is_below(max(noise), roundoff) else noise[0] / max(noise[1], 1e-300)
+
+
 def _verdicts(result: BatchPrediction) -> list[str]:
     """Return when to trust which prediction, and which assumptions of the models fail."""
-    ratio = float(result.along) / float(result.variance)
     lines = [
         "trust `best`: the subspace bootstrap from the size of a group on, measured batches below; "
         "`directional` is a check of the mean",
     ]
+    ratio = homogeneity(result)
     if not is_below(ratio, TUNING.homogeneous):
         lines.append(
             f"the additive model does not apply: V(phi_1) is {ratio:.3g} times P sigma^2, which it "
             "takes for equal"
         )
     if bool(result.multiplicative.value.mean.isnan().any()):
-        lines.append("the multiplicative model does not apply: the mean eigenvalue is negative")
+        lines.append("the multiplicative model does not apply: the mean eigenvalue is not positive")
     heavy = [
         f"{size:,}"
         for size, share in zip(result.batch_sizes, result.lindeberg.tolist(), strict=True)
@@ -227,9 +235,13 @@ def batch_prediction(
     """
     check_groups(risk, "batch_prediction()")
     risk.require_sample_mean(alone=True)
-    sizes, count = tuple(batch_sizes), sum(risk.batch_rows)
-    check_batch_sizes(sizes, count)
+    count = sum(risk.batch_rows)
+    sizes = check_batch_sizes(batch_sizes, count)
     check_count("num_draws", num_draws, low=10)
+    if pairs is not None and not isinstance(pairs, Eigenpairs | Spectrum):
+        raise TypeError(
+            f"pairs must be a result of eigenpairs() or lanczos(), got {type(pairs).__name__}"
+        )
     generator = resolve_generator(generator)
     if group_size is None:
         group_size = max(1, count // TUNING.num_groups)
@@ -300,8 +312,7 @@ def measured_batches(
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     check_groups(risk, "measured_batches()")
-    sizes = tuple(batch_sizes)
-    check_batch_sizes(sizes, sum(risk.batch_rows))
+    sizes = check_batch_sizes(batch_sizes, sum(risk.batch_rows))
     check_count("num_batches", num_batches, low=2)
     theta = risk.theta
     check_tensor("leading", leading, dtype=theta.dtype, device=theta.device, rows=len(theta))
@@ -341,6 +352,7 @@ def _basis(
             f"pairs must have {num_vectors} vectors or more of {risk.space.size} rows, got "
             f"{width} of {rows}"
         )
+    # The equation is for the largest eigenvalue: pairs at the other end do not enter it.
     chosen = pairs.values.argsort(descending=True)[:num_vectors]
     # Ritz vectors of partial re-orthogonalisation are orthogonal to the root of roundoff only.
     basis = torch.linalg.qr(pairs.vectors[:, chosen.to(pairs.vectors.device)])[0]
@@ -370,7 +382,9 @@ def _projections(
     # Twice is enough: what the subspace holds is known exactly, so the probes leave it out.
     for _ in range(2):
         probes -= basis @ (basis.T @ probes)
-    probes = probes / probes.norm(dim=0)
+    # Orthogonal ones, if they span all that is outside: their mean is exact.
+    complete = num_probes == len(basis) - basis.shape[1]
+    probes = torch.linalg.qr(probes)[0] if complete else probes / probes.norm(dim=0)
     order = torch.randperm(count, generator=generator, device=generator.device)
     # Groups of one size: the rest is left out at random.
     used = order[: count // group_size * group_size].to(risk.theta.device)
@@ -415,7 +429,8 @@ def _merge(
     predicted: BatchCurve, measured: BatchCurve, sizes: Sequence[int], few: Sequence[int]
 ) -> BatchCurve:
     """Return the predicted curve with the entries of some sizes replaced by measured ones."""
-    places = [sizes.index(size) for size in few]
+    # A size may be there twice, and is then measured twice.
+    places = [place for place, size in enumerate(sizes) if size in few]
 
     def merge(one: Estimate, other: Estimate) -> Estimate:
         columns = {}

@@ -94,14 +94,17 @@ def calibrated_sharpness(
         rtol: Residual of the eigenvalue relative to the norm of the matrix.
         max_steps: Maximum number of products.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
     descent with covariance noise*, section 5.3.
     """
+    # First fold: the temperature belongs to the outputs, which folding does not change.
     folded = fold_batch_norm(model, strict=False)
     remaining = tuple(batch_norms(folded))
+    # Held-out data, because a network is always overconfident on its training data.
     found = temperature(held_out(folded))
+    # The loss of f / T, whose curvature does not depend on the confidence of the network.
     calibrated = risk(scaled(folded, found))
     op = curvature_operator(calibrated, matrix)
     limits: Any = {"rtol": rtol, "max_steps": max_steps, "generator": generator}
@@ -133,8 +136,8 @@ class ExcessRisk:
         optimisation: :math:`T_2`, loss on training data minus ``minimum``.
         train: Loss on training data.
         held_out: Loss on held-out data.
-        minimum: The least loss on training data that is known. Losses that cannot be negative make
-            ``optimisation`` with 0 an upper bound.
+        minimum: The least possible loss on training data, or a lower bound of it. With 0, for
+            losses that cannot be negative, ``optimisation`` is an upper bound.
     """
 
     generalisation: float
@@ -164,7 +167,7 @@ def excess_risk(train: Risk, held_out: Risk, *, minimum: float = 0.0) -> ExcessR
     Args:
         train: The risk on training data.
         held_out: The risk of the same weights on held-out data.
-        minimum: The least loss on training data that is known; at most that of ``train``.
+        minimum: The least possible loss on training data, or a lower bound of it.
 
     Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
     descent with covariance noise*, section 2.1, equation 1.
@@ -173,6 +176,7 @@ def excess_risk(train: Risk, held_out: Risk, *, minimum: float = 0.0) -> ExcessR
     if not is_below(minimum, losses[0]):
         raise ValueError(f"minimum must be at most the loss of train, {losses[0]:.6g}, got "
                          f"{minimum}")  # fmt: skip
+    # T_1 = L_held_out - L_train and T_2 = L_train - min L
     return ExcessRisk(
         generalisation=losses[1] - losses[0],
         optimisation=losses[0] - minimum,

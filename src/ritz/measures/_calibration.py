@@ -108,8 +108,10 @@ def temperature(
     # Newton's method needs f at several beta, but the outputs only once.
     pairs = _pairs(risk)
     loss = _CrossEntropy(risk, pairs)
+    # Newton's method would run away if there is no minimum.
     _check_minimum(loss)
     beta, slope, status = _minimum(loss, atol, max_steps)
+    # z / T = beta z
     return Temperature(
         temperature=1 / beta,
         slope=-beta * slope,  # d/d log T = -beta d/d beta

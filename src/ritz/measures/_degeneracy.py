@@ -24,11 +24,11 @@ from ritz.spectra import Spectrum
 class Tuning:
     """Constants of the interval around zero, and of the doubt in its mass."""
 
-    # The mass at zero is in doubt if its residual exceeds the gap over this. Eigenvalues that crowd
-    # towards zero, evenly in their logarithm, have ratios of 0.08 to 0.25 for 5 to 80 steps.
+    # The mass at zero is in doubt if its residual exceeds the gap divided by this. Eigenvalues that
+    # approach zero, evenly in their logarithm, have ratios of 0.08 to 0.25 for 5 to 80 steps.
     crowding: float = 12.0
-    # Candidates for an end of the interval, evenly in the logarithm of the distance. With 12 the
-    # best end of a gap is found to a factor of three of the undecided mass, with 48 none is better.
+    # Candidates for an end of the interval, evenly spaced in the logarithm of the distance. With 12
+    # the best end has up to three times the least undecided mass; 48 are no better than 24.
     candidates: int = 24
     # An end nearer to zero is preferred while less than this fraction of the mass is undecided.
     undecided: float = 0.01
@@ -46,12 +46,12 @@ class Degeneracy:
     """The eigenvalues nearest to zero.
 
     Attributes:
-        mass: Estimated fraction of eigenvalues in ``interval``. Its truncation bounds what the
-            spectra leave undecided, and adds the part that may belong to eigenvalues near zero but
-            apart from it. Its status is ``uncertain`` if that is more than half of the mass.
+        mass: Estimated fraction of eigenvalues in ``interval``. Its truncation is the mass that the
+            spectra leave undecided, and the mass that may belong to eigenvalues near zero that are
+            not zero. Its status is ``uncertain`` if that is more than half of the mass.
         value: Mean of these eigenvalues, which should be close to 0. Its truncation is the largest
             residual.
-        interval: The fraction stands for the eigenvalues between these two.
+        interval: The two ends between which eigenvalues are counted.
         matrix: ``hessian`` or ``ggn``.
     """
 
@@ -126,11 +126,12 @@ def rank_degeneracy(
     their weights :math:`\tau_k`. A Gauss rule with a node at ``x`` bounds the mass below ``x`` from
     both sides, and the bounds differ by the Christoffel number :math:`\lambda(x)`, the weight of
     that node. The ends ``a`` and ``b`` of the interval are where it is small, in the gaps on either
-    side of ``S``. The spectra do not tell eigenvalues within the interval from zero. The
-    ``truncation`` is half the distance of the bounds, and the mass that may belong to eigenvalues
-    that crowd towards zero: none if the residuals are far below the distance to the other Ritz
-    values. If it is more than half of the mass, the outcome is ``uncertain``; raise the number of
-    steps. Cost: no products. A single spectrum has no error bars.
+    side of ``S``. Within the interval the spectra do not distinguish eigenvalues from zero. The
+    ``truncation`` is half the distance between the bounds, plus the mass that may belong to
+    eigenvalues close to zero. The second part vanishes if the residuals are far below the distance
+    to the other Ritz values. If the truncation is more than half of the mass, the outcome is
+    ``uncertain``; raise the number of steps. Cost: no products. A single spectrum has no error
+    bars.
 
     Args:
         spectra: Whole spectra, one per probe, as from :func:`ritz.spectra.lanczos_block`.

@@ -128,6 +128,7 @@ def _obstacle(model: nn.Module, layer: Layer, norm: _BatchNorm) -> str:
     features = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     if features != norm.num_features:
         return f"the {kind} before it has {features} outputs, not {norm.num_features}"
+    # A tensor that other layers share would be scaled for them as well.
     weights = {id(tensor) for tensor in layer.parameters()}
     every = model.named_parameters(remove_duplicate=False)
     if sum(id(tensor) in weights for _, tensor in every) > len(weights):
@@ -146,6 +147,7 @@ def _fold(layer: Layer, norm: _BatchNorm) -> None:
     bias = -mean if layer.bias is None else layer.bias.double() - mean
     bias = bias * scale if norm.bias is None else bias * scale + norm.bias.double()
     weight.copy_(_scaled(layer, weight.double(), scale))
+    # A layer without a bias gets one: batch norm shifts its outputs.
     layer.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
 
 

@@ -17,6 +17,7 @@ from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
+from ritz.measures._noise import checked_group_size, random_groups, unseen_by
 from ritz.operators import LinearOperator
 from ritz.spectra import trace
 
@@ -25,9 +26,6 @@ from ritz.spectra import trace
 class Tuning:
     """Sizes of the work of :func:`gradient_noise`."""
 
-    # Groups by default, as for the variance of the curvature: the error of a variance is then at
-    # most sqrt(2 / 127), or 13 %.
-    num_groups: int = 128
     # Entries of the gradients of all groups that are stored: 128 MiB of float32. Above that they
     # are computed again for each of four passes.
     stored: int = 2**25
@@ -48,9 +46,9 @@ class GradientNoise:
         gradient_square: :math:`\|g\|^2`, of the gradient of all data.
         along: :math:`g^\top H g / \|g\|^2`, the curvature along the gradient.
         simple: The simple noise scale :math:`\operatorname{tr} \Sigma / \|g\|^2`, a batch size.
-        curved: The noise scale :math:`\operatorname{tr}(H \Sigma) / g^\top H g`, a batch size: the
-            critical batch size, below which half the batch costs little more than twice the steps.
-            Not a number if the curvature along the gradient is not positive.
+        curved: The noise scale :math:`\operatorname{tr}(H \Sigma) / g^\top H g`, the critical batch
+            size. Below it, training with half the batch size takes about twice the steps. Not a
+            number if the curvature along the gradient is not positive.
         matrix: ``hessian`` or ``ggn``.
         num_samples: :math:`N`.
         num_products: Matrix-vector products that were used.
@@ -117,7 +115,7 @@ def gradient_noise(
             largest that gives at least 128 groups.
         num_probes: Probes of the trace of :math:`H \Sigma`, at least 2.
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: McCandlish, Kaplan, Amodei et al. (2018), *An empirical model of large-batch
     training*.
@@ -144,25 +142,25 @@ def noise_of(
     risk.require_separable("gradient_noise()")
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
-    group_size = max(1, count // TUNING.num_groups) if group_size is None else group_size
-    # Fewer than three groups have no standard error.
-    check_count("group_size", group_size, high=max(1, count // 3))
+    group_size = checked_group_size(group_size, count)
     check_count("num_probes", num_probes, low=2)
     generator = resolve_generator(generator)
     groups = random_groups(risk, group_size, generator)
     # Sigma = scale sum_j d_j d_j'
     scale = (count - 1) / count * group_size / max(1, groups.num_batches - 1)
+    # |g|^2 and g'Hg / |g|^2, for the signal
     gradient = risk.gradient()
     deviations = _Deviations(groups, progress)
     product = column_dots(gradient[:, None], op.matmat(gradient[:, None]))
     square = _exact(column_dots(gradient[:, None], gradient[:, None]), risk, "|g|^2")
     along = _exact(product.cpu() / square.mean, risk, "g'Hg / |g|^2", products=1)
-    # With single samples Sigma is exact; groups see M - 1 of its N - 1 degrees of freedom.
-    unseen = math.sqrt(max(0.0, (count - groups.num_batches) / max(1, count - 1)))
+    unseen = unseen_by(groups, count)  # 0 with single samples, of which Sigma is exact
     method = "single samples" if group_size == 1 else f"{groups.num_batches} random groups"
     variance = _variance(deviations, scale, unseen, method, generator)
+    # tr(H Sigma) = tr(scale D'HD), of order M instead of P
     noise = trace(
         _NoiseOperator(op, deviations, scale),
+        # The matrix has as many rows as there are groups.
         num_probes=min(num_probes, groups.num_batches),
         generator=generator,
     )
@@ -180,14 +178,6 @@ def noise_of(
         num_products=noise.num_products + 1,
         num_gradients=1 + deviations.num_passes,
     )
-
-
-def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
-    """Return the risk on random groups of one size; the rest of the samples is left out."""
-    count = sum(risk.batch_rows)
-    order = torch.randperm(count, generator=generator, device=generator.device)
-    used = order[: count // group_size * group_size].to(risk.theta.device)
-    return risk.samples(used, batch_size=group_size)
 
 
 @final
@@ -232,6 +222,7 @@ class _Deviations:
         """Return the combinations ``D s`` of deviations, ``(P, k)``, of weights ``(M, k)``."""
         if self._rows is not None:
             return self._rows.T @ weights.to(self._rows)
+        # D s = sum_j d_j s_j', one gradient at a time
         total = self._mean.new_zeros(len(self._mean), weights.shape[1])
         for row, gradient in zip(weights.double(), self._pass(), strict=True):
             total.addr_(gradient.double() - self._mean, row.to(total))
@@ -254,6 +245,7 @@ class _NoiseOperator(LinearOperator):
         self._op, self._deviations, self._scale = op, deviations, scale
 
     def _matmat(self, block: Tensor) -> Tensor:
+        # (D'HD) s = D'(H (D s)), in blocks that suit the operator
         vectors = self._deviations.combine(block)
         image = [self._op.matmat(part) for part in vectors.split(self._op.block_size, 1)]
         return self._deviations.project(torch.cat(image, 1)).mul_(self._scale)

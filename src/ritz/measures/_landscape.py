@@ -269,7 +269,7 @@ def landscape(
             computation gives the same result bit for bit (on the CPU). Raises ``ValueError`` if the
             state belongs to other weights, directions, data or settings.
         save_interval: Seconds between saves.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: section 4.2 and Table 4.3 of *Spectral Machine Learning*; Li et al. (2018).
     """
@@ -320,7 +320,7 @@ def landscape2d(
         batch_norm: Mode of batch norm for both risks; see :func:`landscape`.
         state: File to resume from, and to save to; see :func:`landscape`.
         save_interval: Seconds between saves.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     check_count("num_points", num_points, low=2)
     check_direction("first", first, risk)
@@ -331,6 +331,7 @@ def landscape2d(
     # 1 - |cos| = angle^2 / 2: an angle below 1.4e-3.
     if 1 - abs(cosine) < 1e-6:
         raise ValueError(f"second must not be parallel to first, got a cosine of {cosine:.9g}")
+    # One distance serves for both directions.
     reach = distance if isinstance(distance, tuple) else (distance, distance)
     s, t = (_steps(one, num_points) for one in reach)
     shape, vectors = (num_points, num_points), [first, second]
@@ -374,6 +375,7 @@ def _along(
     journal = Journal(
         state, settings, interval=save_interval, group=risk.group, together=risk.sharing != "none"
     )
+    # The points of an interrupted call.
     rows: list[Row] = journal.load() or []
     if rows:
         # Losses alone: on a GPU a sample may change sides by roundoff.
@@ -385,6 +387,7 @@ def _along(
             bar.update(len(rows), f"loss {rows[-1][0]:.4g}")
             if journal.due():
                 journal.save(rows, step=len(rows))
+    # Points by quantities to quantities by points, in the order of Row.
     columns = zip(*rows, strict=True)
     loss, *rest = (torch.tensor(each, dtype=torch.float64).reshape(shape) for each in columns)
     # If the first point has no accuracy, none has.

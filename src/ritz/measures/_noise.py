@@ -1,14 +1,14 @@
 """Variance of the curvature over samples, and shrinkage of mini-batch matrices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_tensor, is_below
+from ritz._core.checks import check_count, check_tensor, check_type, is_below
 from ritz._core.distributed import world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.propagation import propagate
@@ -17,7 +17,7 @@ from ritz._core.results import Estimate, Status, format_uncertain, plain_estimat
 from ritz._core.sampling import check_samples, column_dots
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
-from ritz.curvature._shared import CurvatureMatrix, batch_products
+from ritz.curvature._shared import CurvatureMatrix, batch_products, check_risk
 from ritz.measures._landscape import random_vectors
 from ritz.measures._subspace import without_replacement
 
@@ -43,9 +43,9 @@ class Shrinkage:
     Attributes:
         batch_sizes: Batch sizes :math:`B`; batches are drawn without replacement.
         beta: Weights :math:`\beta(B)`, ``(len(batch_sizes),)``.
-        damping: The damping :math:`\delta(B) = m (1 - \beta) / \beta` that does the same, in the
+        damping: The damping :math:`\delta(B) = m (1 - \beta) / \beta` of the same effect, in the
             units of eigenvalues, ``(len(batch_sizes),)``: :math:`\beta H_B + (1 - \beta) m I`
-            is :math:`\beta (H_B + \delta I)`. Negative if the mean eigenvalue :math:`m` is.
+            is :math:`\beta (H_B + \delta I)`. It has the sign of the mean eigenvalue :math:`m`.
         signal: :math:`d^2 = \|H - m I\|_F^2`.
         variance: :math:`P \sigma^2`, of single samples.
         matrix: ``hessian`` or ``ggn``.
@@ -124,38 +124,31 @@ def curvature_variance(
         along: Unit vectors ``(P,)`` or ``(P, k)`` in place of random ones, such as Ritz vectors.
             The result is :math:`V(v)` along each, exact for ``g = 1``.
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Algorithm 8 of *Spectral Machine Learning*, corrected to the formulas above.
     """
     check_groups(risk, "curvature_variance()")
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
-    if group_size is None:
-        group_size = max(1, count // TUNING.num_groups)
-    # Fewer than three groups have no standard error.
-    check_count("group_size", group_size, high=max(1, count // 3))
+    group_size = checked_group_size(group_size, count)
     generator = resolve_generator(generator)
     if along is None:
         check_count("num_probes", num_probes, low=2)
         vectors = _unit_probes(risk, num_probes, generator)
     else:
         vectors = _unit_block(risk, along)
-    order = torch.randperm(count, generator=generator, device=generator.device)
-    # Groups of one size, as the formula assumes: the rest is left out.
-    used = order[: count // group_size * group_size].to(risk.theta.device)
-    groups = risk.samples(used, batch_size=group_size)
-    gaps = _contrasts(groups, vectors, matrix, progress)
+    groups = random_groups(risk, group_size, generator)
+    gaps = contrasts(groups, vectors, matrix, progress=progress)
     # V = (N - 1)/N g/(M - 1) sum |y_j - mean|^2; the mean over contrasts divides by M - 1.
     gaps *= group_size * (count - 1) / count
-    # Groups see M - 1 of the N - 1 contrasts of the samples: all of them if g = 1.
-    unseen = (count - groups.num_batches) / (count - 1)
     by_groups = gaps.mean(1) if along is None else gaps
-    error = stderr(by_groups) * math.sqrt(unseen) if unseen else torch.zeros(())
     whole = group_size == 1
+    error = torch.zeros(()) if whole else stderr(by_groups) * unseen_by(groups, count)
     method = "single samples" if whole else f"{groups.num_batches} random groups of {group_size}"
-    if len(used) < count:
-        method += f", {count - len(used)} of {count} samples left out at random"
+    if left := count % group_size:
+        method += f", {left} of {count} samples left out at random"
+    # Directions of the caller are no sample, and have an exact value each.
     make, kind = (Estimate.of, "probes") if along is None else (Estimate.exact, "directions")
     num_vectors = vectors.shape[1]
     estimate = make(
@@ -186,14 +179,18 @@ def batch_variance(
         batch_sizes: Sizes ``B``.
         num_samples: Number ``N`` of samples. Defaults to sampling with replacement.
     """
-    sizes = tuple(batch_sizes)
-    check_batch_sizes(sizes, num_samples)
+    if num_samples is not None:
+        check_count("num_samples", num_samples)
+    check_type("variance", variance, Estimate, "an Estimate")
+    sizes = check_batch_sizes(batch_sizes, num_samples)
     if variance.mean.ndim:
         raise ValueError(f"variance must be one number, got shape {tuple(variance.mean.shape)}")
+    # 1/b for each size; all errors scale with it
     factors = torch.tensor(
         [without_replacement(size, num_samples) if num_samples else 1 / size for size in sizes],
         dtype=torch.float64,
     )
+    # An error of V is an error of V / b with the same factor.
     samples = variance.samples
     return replace(
         variance,
@@ -233,13 +230,14 @@ def shrinkage(
         group_size: Samples per group; see :func:`curvature_variance`.
         num_probes: Number of random vectors for each of the two parts.
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Ledoit and Wolf (2004), here for matrices known by their products only; Granziol
     et al. (2020), section 3.2, for shrinkage as damping.
     """
-    sizes, count = tuple(batch_sizes), sum(risk.batch_rows)
-    check_batch_sizes(sizes, count)
+    check_risk(risk)
+    count = sum(risk.batch_rows)
+    sizes = check_batch_sizes(batch_sizes, count)
     generator = resolve_generator(generator)
     variance = curvature_variance(
         risk,
@@ -285,6 +283,7 @@ def shrinkage(
 
 def check_groups(risk: Risk, caller: str) -> None:
     """Raise unless the matrices of single samples are defined, and all are in this process."""
+    check_risk(risk)
     risk.require_separable(caller)
     if risk.dropout != "off":
         # Masks belong to batches, not to samples.
@@ -295,12 +294,41 @@ def check_groups(risk: Risk, caller: str) -> None:
         raise ValueError(f"{caller} needs at least 2 samples, got {risk.num_samples}")
 
 
-def check_batch_sizes(sizes: Sequence[int], count: int | None) -> None:
-    """Raise unless there are batch sizes, each from 1 to the number of samples."""
+def checked_group_size(group_size: int | None, count: int) -> int:
+    """Return the number of samples per group; by default, one that gives at least 128 groups."""
+    if group_size is None:
+        group_size = max(1, count // TUNING.num_groups)
+    # Fewer than three groups have no standard error.
+    check_count("group_size", group_size, high=max(1, count // 3))
+    return group_size
+
+
+def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
+    """Return the risk on random groups of one size; the rest of the samples is left out."""
+    count = sum(risk.batch_rows)
+    order = torch.randperm(count, generator=generator, device=generator.device)
+    used = order[: count // group_size * group_size].to(risk.theta.device)
+    return risk.samples(used, batch_size=group_size)
+
+
+def unseen_by(groups: Risk, count: int) -> float:
+    r"""Return the factor of the standard error over groups instead of over samples."""
+    # Groups see M - 1 of the N - 1 contrasts of the samples: all of them if g = 1.
+    return math.sqrt(max(0, count - groups.num_batches) / max(1, count - 1))
+
+
+def check_batch_sizes(sizes: Sequence[int], count: int | None) -> tuple[int, ...]:
+    """Return batch sizes; raise unless there are some, each from 1 to the number of samples."""
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise TypeError(
+            f"batch_sizes must be a sequence of integers such as (8, 64), got {sizes!r}"
+        )
+    sizes = tuple(sizes)
     if not sizes:
         raise ValueError("batch_sizes must not be empty")
     for size in sizes:
         check_count("batch_sizes", size, high=count)
+    return sizes
 
 
 def _unit_probes(risk: Risk, count: int, generator: torch.Generator) -> Tensor:
@@ -322,14 +350,19 @@ def _unit_block(risk: Risk, along: Tensor) -> Tensor:
     return block
 
 
-def _contrasts(
-    groups: Risk, vectors: Tensor, matrix: CurvatureMatrix, progress: bool | Progress
+def contrasts(
+    groups: Risk,
+    vectors: Tensor,
+    matrix: CurvatureMatrix,
+    *,
+    root: float | Tensor = 1.0,
+    progress: bool | Progress = False,
 ) -> Tensor:
-    r"""Return :math:`\frac{j-1}{j} \|y_j - \bar y_{j-1}\|^2`, :math:`y_j = H_j v`, ``(M - 1, k)``.
+    r"""Return :math:`\frac{j-1}{j} \|y_j - \bar y_{j-1}\|^2` of groups, ``(M - 1, k)``.
 
-    Their sum over groups is that of :math:`\|y_j - \bar y\|^2`, in one pass and without
-    cancellation (Welford). Over random groups they have one mean and are uncorrelated to first
-    order.
+    Here :math:`y_j = R H_j v`, and ``root`` has the diagonal of :math:`R`, ``(P, 1)``. Their sum
+    over groups is that of :math:`\|y_j - \bar y\|^2`, in one pass and without cancellation
+    (Welford). Over random groups they have one mean and are uncorrelated to first order.
     """
     blocks, done = vectors.split(TUNING.block, 1), 0
     parts: list[Tensor] = []
@@ -339,11 +372,12 @@ def _contrasts(
             gaps = []
             for j, (_, product) in enumerate(batch_products(groups, block, matrix=matrix), start=1):
                 # mean_j = mean_{j-1} + (y_j - mean_{j-1}) / j
-                step = product.double() - mean
+                step = (root * product).double() - mean
                 gaps.append(column_dots(step, step) * ((j - 1) / j))
                 mean.add_(step, alpha=1 / j)
                 done += 1
                 bar.update(done)
+            # The first term is zero: it has no mean before it.
             parts.append(torch.stack(gaps[1:]).cpu())
             check_samples(parts[-1].T, sum(part.shape[1] for part in parts[:-1]))
     return torch.cat(parts, 1)

@@ -1,8 +1,8 @@
-"""What a spectrum says: the edge of its bulk, its outliers, and where the gradient points."""
+"""Bulk and outliers of a spectrum, and the overlap of the gradient with leading eigenvectors."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ritz._core.results import Estimate, format_uncertain, plain_estimate
 from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
-from ritz.curvature._shared import CurvatureMatrix
+from ritz.curvature._shared import CurvatureMatrix, check_risk
 from ritz.rmt import additive_spikes, multiplicative_spikes
 from ritz.spectra import Eigenpairs, Spectrum
 
@@ -22,7 +22,7 @@ KAPPA = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """When a Ritz value is an eigenvalue of its own."""
+    """When a Ritz value counts as a single eigenvalue, apart from the bulk."""
 
     # Residual over the gap to the next Ritz value below which a value has converged.
     converged: float = 0.01
@@ -130,6 +130,7 @@ def bulk_edge(
         check_range("variance", noise, low=0.0)
     if batch_size is not None:
         check_count("batch_size", batch_size)
+    # The bulk is what all runs show: the intersection of their intervals.
     edges = torch.tensor([_edges(run) for run in runs], dtype=torch.float64)
     # An outlier that has a large weight by chance looks like the bulk in that run alone.
     lower, upper = float(edges[:, 0].max()), float(edges[:, 1].min())
@@ -145,12 +146,18 @@ def bulk_edge(
     # tr H / P = sum_k tau_k theta_k for one unit start vector.
     means = torch.stack([run.weights @ run.values for run in runs])
     spent = sum(run.num_products for run in runs)
+    crude = Estimate.of(KAPPA * means, method="5 tr H / P", num_products=spent)
+    if len(runs) == 1:
+        # The variance of v'Hv over unit vectors is 2/(P + 2) times that of the eigenvalues.
+        spread = first.weights @ (first.values - means[0]).square()
+        deviation = KAPPA * (2 * spread / (first.dimension + 2)).sqrt()
+        crude = replace(crude, stderr=deviation.to(crude.mean))
     return BulkEdge(
         lower=lower,
         upper=upper,
         noise=(low, high),
         margin=margin,
-        crude=Estimate.of(KAPPA * means, method="5 tr H / P", num_products=spent),
+        crude=crude,
         outliers=first.values[outside & ~near],
         near=first.values[near],
         values=first.values,
@@ -164,9 +171,11 @@ def _edges(run: Spectrum) -> tuple[float, float]:
     """Return the Ritz values at the two ends of the bulk of a run."""
     values, counts = run.values, run.weights * run.dimension
     heaviest = int(counts.argmax())
+    # One eigenvalue has the weight z^2 / P in a random unit vector, with mean 1 / P.
     single = (counts < 1) | ((vector_errors(run) < TUNING.converged) & (counts < TUNING.weight))
     above = single[heaviest + 1 :].nonzero()[:, 0]
     below = single[:heaviest].nonzero()[:, 0]
+    # Without a single value on a side, the bulk reaches to the end of the spectrum.
     last = heaviest + int(above[0]) if len(above) else len(values) - 1
     start = int(below[-1]) + 1 if len(below) else 0
     return float(values[start]), float(values[last])
@@ -197,10 +206,12 @@ def _noise_edges(
     if law == "marchenko_pastur":
         if centre <= 0:
             raise ValueError(f"law='marchenko_pastur' needs a positive mean, got {centre:.3g}")
+        # Marchenko-Pastur: s (1 -+ sqrt(P / B))^2. If P > B, a mass at 0 is below the lower edge.
         root = math.sqrt(size / batch_size)
         low, high = centre * max(0.0, 1 - root) ** 2, centre * (1 + root) ** 2
         bulk = multiplicative_spikes(centre, ratio=root**2, bulk=centre, size=size, level=level)
     else:
+        # Entries of variance sigma^2 / B make a semicircle of radius 2 sqrt(P sigma^2 / B).
         noise = (variance or 0.0) / batch_size
         low, high = centre - 2 * math.sqrt(noise), centre + 2 * math.sqrt(noise)
         bulk = additive_spikes(centre, variance=noise, centre=centre, size=size, level=level)
@@ -275,6 +286,11 @@ def gradient_overlap(
 
     Reference: *Spectral Machine Learning*, equation 5.34, with its sign corrected.
     """
+    check_risk(risk)
+    if not isinstance(pairs, Eigenpairs | Spectrum):
+        raise TypeError(
+            f"pairs must be a result of eigenpairs() or lanczos(), got {type(pairs).__name__}"
+        )
     if pairs.vectors is None:
         raise ValueError("pairs must have vectors: pass vectors=True to eigenpairs() or lanczos()")
     theta = risk.theta
@@ -285,12 +301,15 @@ def gradient_overlap(
     if norm == 0:
         raise ValueError("gradient must not be zero")
     unit = g / norm
+    # Eigenpairs ascend; the largest eigenvalues come first here.
     order = pairs.values.argsort(descending=True)
     values, errors = pairs.values[order], vector_errors(pairs)[order]
     cosines = (pairs.vectors.T @ unit).double().cpu()[order]
     overlaps = cosines.square()
     # An eigenvector off by an angle of sine s changes a cosine c by at most s.
     slack = 2 * cosines.abs() * errors + errors.square()
+    # The curvature along the gradient, g'Hg / |g|^2, of which the eigenvectors explain
+    # sum_i lambda_i (phi_i'g)^2 / |g|^2
     column = unit[:, None]
     curvature = float(column_dots(column, curvature_operator(risk, matrix).matmat(column)))
 

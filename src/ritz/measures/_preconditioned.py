@@ -1,6 +1,8 @@
 """Curvature as an adaptive optimiser sees it: scaled by the square roots of its divisors."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,9 +10,9 @@ from torch.optim import Optimizer
 
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, stderr
-from ritz.curvature import Risk, curvature_operator
-from ritz.curvature._shared import CurvatureMatrix, batch_products
-from ritz.measures._gradient_noise import random_groups
+from ritz.curvature import CurvatureOperator, Risk, curvature_operator
+from ritz.curvature._shared import CurvatureMatrix
+from ritz.measures._noise import checked_group_size, contrasts, random_groups, unseen_by
 from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs
 
@@ -19,7 +21,12 @@ RTOL = 0.01
 
 
 def divisors(risk: Risk, state: Optimizer) -> Tensor:
-    r"""Return the divisors :math:`D = \sqrt{\hat v} + \varepsilon` of an Adam optimiser, ``(P,)``.
+    r"""Return the divisors :math:`D` of an adaptive optimiser, ``(P,)``.
+
+    A step subtracts the learning rate times :math:`\hat m / D`, with
+    :math:`D = \sqrt{\hat v} + \varepsilon` for Adam, :math:`(\hat v + \varepsilon)^p` for a power
+    :math:`p` with epsilon inside, and :math:`(\sqrt v + \varepsilon)^{2p} / \sqrt{1 - \beta_2^t}`
+    for the form ``published``. With AMSGrad the second moment is the largest so far.
 
     Args:
         risk: Risk whose parameters the optimiser trains.
@@ -36,11 +43,49 @@ def divisors(risk: Risk, state: Optimizer) -> Tensor:
                 f"state must be an Adam optimiser that has taken steps with the parameters of the "
                 f"risk, got {type(state).__name__} without a running mean of squares for {name!r}"
             )
-        group, square = settings[weights[name]], memory["exp_avg_sq"].detach()
-        # v_hat = v / (1 - beta_2^t), and the running mean of torch's Adam is v.
-        correction = 1 - group["betas"][1] ** float(memory["step"])
-        parts[name] = (square / correction).sqrt() + group.get("delta", group.get("eps", 0.0))
+        parts[name] = _divisor(memory, settings[weights[name]])
     return risk.space.flatten({name: part.to(risk.theta) for name, part in parts.items()})
+
+
+def _divisor(memory: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
+    power = float(group.get("partial", 0.5))
+    # The optimisers of ritz choose the position of epsilon by the power unless it is given.
+    form = group.get("form") or ("outside" if power == 0.5 else "inside")
+    largest = group.get("amsgrad")
+    largest = form == "published" if largest is None else bool(largest)
+    moment = memory["max_exp_avg_sq" if largest else "exp_avg_sq"].detach()
+    epsilon = group.get("delta", group.get("eps", 0.0))
+    # v_hat = v / (1 - beta_2^t)
+    correction = 1 - group["betas"][1] ** float(memory["step"])
+    if form == "published":
+        scaled: Tensor = (moment.sqrt() + epsilon) ** (2 * power) / correction**0.5
+        return scaled
+    if form == "outside":
+        root: Tensor = (moment / correction).sqrt() + epsilon
+        return root
+    # Inside the power, the largest moment is that of v_hat.
+    inside: Tensor = ((moment if largest else moment / correction) + epsilon) ** power
+    return inside
+
+
+def scaled_operator(
+    op: CurvatureOperator, scale: Tensor, *, shift: Tensor | None = None
+) -> FunctionOperator:
+    r"""Return the operator :math:`S (H + \Gamma) S` with diagonal matrices.
+
+    Args:
+        op: The matrix :math:`H`.
+        scale: The diagonal of :math:`S`, ``(P,)``.
+        shift: The diagonal of :math:`\Gamma`, ``(P,)``. Defaults to zero.
+    """
+    column = scale[:, None]
+
+    def product(block: Tensor) -> Tensor:
+        inner = column * block
+        image = op.matmat(inner)
+        return column * (image if shift is None else image + shift[:, None] * inner)
+
+    return FunctionOperator(product, n=len(scale), dtype=op.dtype, device=op.device)
 
 
 def preconditioned_curvature(
@@ -48,7 +93,6 @@ def preconditioned_curvature(
     divisor: Tensor,
     *,
     matrix: CurvatureMatrix = "hessian",
-    num_groups: int = 128,
     generator: torch.Generator | None = None,
 ) -> tuple[Estimate, Estimate]:
     r"""Return the largest eigenvalue of :math:`D^{-1/2} H D^{-1/2}` and the variance along it.
@@ -63,20 +107,14 @@ def preconditioned_curvature(
         risk: The loss at a point, whose samples do not depend on each other.
         divisor: :math:`D > 0`, ``(P,)``.
         matrix: ``hessian`` or ``ggn``.
-        num_groups: Number of random groups that stand for samples.
         generator: Source of groups and start vector. Defaults to a new generator with seed 0.
     """
-    generator, theta = resolve_generator(generator), risk.theta
+    generator = resolve_generator(generator)
     if not bool((divisor > 0).all()):
         raise ValueError("divisor must be positive in all entries")
+    # D^-1/2 H D^-1/2 is symmetric and has the eigenvalues of D^-1 H, by which Adam steps.
     root = divisor.rsqrt()[:, None]
-    op = curvature_operator(risk, matrix)
-    scaled = FunctionOperator(
-        lambda block: root * op.matmat(root * block),
-        n=len(theta),
-        dtype=theta.dtype,
-        device=theta.device,
-    )
+    scaled = scaled_operator(curvature_operator(risk, matrix), root[:, 0])
     pairs = eigenpairs(scaled, largest=1, rtol=RTOL, generator=generator)
     vectors = pairs.vectors
     if vectors is None:
@@ -90,17 +128,11 @@ def preconditioned_curvature(
         seed=pairs.seed,
     )
     count = sum(risk.batch_rows)
-    size = max(1, count // num_groups)
+    size = checked_group_size(None, count)
     groups = random_groups(risk, size, generator)
-    mean, gaps = torch.zeros_like(root, dtype=torch.float64), list[float]()
-    for j, (_, product) in enumerate(
-        batch_products(groups, root * vectors[:, -1:], matrix=matrix), 1
-    ):
-        # Welford: (j - 1)/j |y_j - mean_{j-1}|^2 sum to the squares of the deviations.
-        step = (root * product).double() - mean
-        gaps.append(float(step.square().sum()) * ((j - 1) / j))
-        mean.add_(step, alpha=1 / j)
-    samples = torch.tensor(gaps[1:], dtype=torch.float64) * (size * (count - 1) / count)
-    unseen = (max(0, count - groups.num_batches) / max(1, count - 1)) ** 0.5
+    # With y_j = D^{-1/2} H_j D^{-1/2} phi the contrasts sum to that of |y_j - mean|^2:
+    # V = (N - 1)/N g/(M - 1) sum_j |y_j - mean|^2, whose M - 1 contrasts are averaged.
+    gaps = contrasts(groups, root * vectors[:, -1:], matrix, root=root)[:, 0]
+    samples = gaps * (size * (count - 1) / count)
     along = Estimate.of(samples, method=f"{groups.num_batches} random groups", num_products=1)
-    return top, replace(along, stderr=stderr(samples) * unseen)
+    return top, replace(along, stderr=stderr(samples) * unseen_by(groups, count))

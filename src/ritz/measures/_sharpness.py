@@ -21,6 +21,7 @@ from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary, check_risk
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
 from ritz.measures._landscape import random_vectors
+from ritz.measures._outliers import vector_errors
 from ritz.operators import exact
 from ritz.spectra import Spectrum, lanczos_block
 from ritz.spectra._shared import least_frobenius_norm, negative_values
@@ -98,7 +99,7 @@ def simple_eigenvalues(runs: Sequence[Spectrum]) -> Tensor:
     first, others = runs[0], runs[1:]
     if first.cosines is None or not others:
         return torch.empty(len(runs), 0, dtype=torch.int64)
-    angles = [_angles(run) for run in runs]
+    angles = [vector_errors(run) for run in runs]
     simple = []
     # Candidates are the converged values of the first run; every other run must confirm them.
     for index in (angles[0] <= TUNING.converged).nonzero()[:, 0].tolist():
@@ -117,14 +118,6 @@ def _sample(run: Spectrum, chosen: Tensor, at: Tensor) -> Tensor:
     # memory a run was read to.
     sampled = left * (rest * at).sum() / mass if left and mass > 0 else torch.zeros_like(mass)
     return at[chosen].sum() + sampled
-
-
-def _angles(run: Spectrum) -> Tensor:
-    # sin(u, eigenvector) <= |A u - theta u| / gap, with the gap to the nearest other Ritz value.
-    distances = (run.values[:, None] - run.values).abs()
-    # A value is not its own neighbour.
-    distances.fill_diagonal_(math.inf)
-    return run.residuals / distances.min(1).values
 
 
 def _same(
@@ -288,7 +281,7 @@ def sharpness(
             state belongs to other weights, data or settings.
         save_interval: Seconds between saves.
         generator: Source of the start vectors. Defaults to a new generator with seed 0.
-        progress: Show progress bars, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: *Flatness is a False Friend*.
     """
@@ -461,6 +454,7 @@ def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: A
         negative_mass=replace(negative.scaled(1 / size), truncation=undecided),
         degeneracy=rank_degeneracy(runs, matrix=labels["matrix"]),
         num_products=num_products,
+        # The row is exact only if every run has found an invariant space.
         status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
     )
 

@@ -1,5 +1,6 @@
 """Matrices of single groups of samples in a small subspace, and batches drawn from them."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,9 @@ TUNING = Tuning()
 
 
 def without_replacement(size: float, num_samples: int) -> float:
-    r"""Return :math:`(1/B - 1/N) N/(N - 1)`: variance of a mean of distinct samples, of one each.
+    r"""Return the variance of a mean of :math:`B` distinct samples over that of one sample.
+
+    .. math:: \Big(\frac1B - \frac1N\Big) \frac{N}{N - 1}
 
     It is exactly 0 for ``B = N``.
     """
@@ -123,7 +126,7 @@ def project(
         probes: Random unit vectors orthogonal to the basis, ``(P, p)``.
         matrix: ``hessian`` or ``ggn``.
         num_samples: Number of all samples.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     k, m = basis.shape[1], groups.num_batches
     columns = torch.cat([basis, probes], 1)
@@ -156,6 +159,9 @@ def project(
 def _split(basis: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``U'Y`` and ``Y'(I - UU')Y`` of ``Y = H U``, ``(k, k)`` each, in float64."""
     small = basis.T @ product
+    if basis.shape[0] == basis.shape[1]:  # nothing is outside of the whole space but roundoff
+        rest = torch.zeros_like(small, dtype=torch.float64, device="cpu")
+        return ((small + small.T) / 2).double().cpu(), rest
     # Y'Y - M'M would cancel: the part outside of the space is formed first.
     rest = product - basis @ small
     return ((small + small.T) / 2).double().cpu(), (rest.T @ rest).double().cpu()
@@ -191,13 +197,15 @@ def draw_batches(projections: Projections, size: int, weights: Tensor, bulk: flo
     """
     p = projections
     count = round(1 / float(weights.max()))
-    # A batch that is no whole number of groups: deviations of the nearest one, rescaled.
+    # If the batch is not a whole number of groups, the deviations of the nearest number of groups
+    # are rescaled.
     ratio = without_replacement(size, p.num_samples)
     nearest = without_replacement(count * p.group_size, p.num_groups * p.group_size)
     scale = ratio / nearest if nearest else 0.0
     mean = p.small.mean(0)
     off = (weights @ (p.small - mean).flatten(1)).view(-1, *mean.shape) * scale**0.5
-    # Leaks of groups that leave out the others: |sum|^2 of m of M has the mean (M - m)/(M - 1).
+    # A batch has m of M groups: the mean square of a sum of m deviations is smaller by the factor
+    # (M - m)/(M - 1) than with replacement.
     left = (p.num_groups - count) / max(1, p.num_groups - 1) * scale
     eye = bulk * torch.eye(len(mean), dtype=torch.float64)
     poles = (
@@ -218,6 +226,7 @@ def choose_groups(
     """Return weights ``(d, m)``: ``1/c`` for the ``c`` groups in a batch, distinct, and 0."""
     total = projections.num_groups
     count = min(max(1, round(size / projections.group_size)), total)
+    # The groups with the smallest of random keys: distinct, and all choices equally likely.
     keys = torch.rand(num_draws, total, generator=generator, device=generator.device)
     chosen = keys.argsort(1)[:, :count].cpu()
     weights = torch.zeros(num_draws, total, dtype=torch.float64)
@@ -264,11 +273,15 @@ def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tup
         poles: :math:`p_j`, ``(m,)``.
     """
     flat, shape = leak.flatten(1), means.shape
-    inside = torch.where(weights > 0, poles, torch.zeros_like(poles))
-    top = torch.linalg.eigvalsh(means)[:, -1]
-    scale = float(torch.maximum(top.abs(), inside.amax(1)).max()) or 1.0
-    floor = torch.maximum(top, inside.amax(1)) + 1e-9 * scale
-    value = floor.clamp_min(1e-9 * scale)
+    # Groups outside of the batch, and groups that leak nothing, have no pole: at minus infinity
+    # their terms vanish.
+    leaks = leak.diagonal(dim1=1, dim2=2).sum(1) > 0
+    inside = torch.where((weights > 0) & leaks, poles, -math.inf)
+    top, largest = torch.linalg.eigvalsh(means)[:, -1], inside.amax(1)
+    scale = float(torch.maximum(top.abs(), largest).max()) or 1.0
+    # The solution lies above both; without a leak it is the first.
+    floor = torch.maximum(top, largest + 1e-9 * scale)
+    value = floor
     for _ in range(TUNING.max_steps):
         near = weights / (value[:, None] - inside)
         eigenvalues, vectors = torch.linalg.eigh(means + (near @ flat).view(shape))

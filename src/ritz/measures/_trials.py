@@ -1,4 +1,4 @@
-"""What a network does, beside what its curvature predicts: losses along a step, short trials."""
+"""Largest stable steps found by trial: from losses along an update, and by short trainings."""
 
 import copy
 import math
@@ -18,6 +18,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
 from ritz.curvature import Risk
+from ritz.curvature._shared import check_risk
 from ritz.measures._landscape import check_direction
 
 MakeOptimizer = Callable[[Any, float], Optimizer]
@@ -27,14 +28,14 @@ MakeOptimizer = Callable[[Any, float], Optimizer]
 class Tuning:
     """Sizes of the work of :func:`critical_sharpness` and :func:`trainable_rate`."""
 
-    # First step, relative to the length of the weights. From 1e-2 most of the networks of the study
-    # `learning_rates` needed one to six doublings or halvings.
+    # First step, relative to the length of the weights. Most networks of the study `learning_rates`
+    # needed one to six doublings or halvings of this step.
     first: float = 1e-2
-    # Doublings or halvings at most: 2^40 is beyond the range of steps that float32 resolves.
+    # Maximum of doublings or halvings: 2^40 is beyond the range of steps that float32 resolves.
     max_doublings: int = 40
-    # Units of roundoff of a loss: differences below it do not tell uphill from downhill.
+    # Differences of losses below so many units of roundoff have no sign.
     roundoff: float = 4.0
-    # Doublings of the learning rate at most: networks train at 2.7 to 4.2 times the edge.
+    # Maximum of doublings of the learning rate: networks train at 2.7 to 4.2 times the edge.
     max_rises: int = 12
 
 
@@ -72,6 +73,7 @@ def critical_sharpness(
     Reference: *A scalable measure of loss landscape curvature for analyzing the training dynamics
     of LLMs* (2025).
     """
+    check_risk(risk)
     check_range("rtol", rtol, low=1e-6, high=0.5)
     update = risk.gradient() if direction is None else direction
     check_direction("direction", update, risk)
@@ -88,6 +90,7 @@ def critical_sharpness(
             return math.inf
         return 0.0 if is_below(abs(gap), unit) else gap
 
+    # On a quadratic L(w - eta u) - L(w) = -eta u'g + eta^2 u'Hu / 2 rises from 2 u'g / u'Hu on.
     length = float(update.double().norm())
     rate = TUNING.first * max(1.0, float(risk.theta.double().norm())) / length
     low, high = _bracket(rises, rate)
@@ -99,6 +102,7 @@ def critical_sharpness(
         if gap == 0:  # the loss is level to its roundoff
             break
         low, high = (low, middle) if gap > 0 else (middle, high)
+    # 2 / eta lies between 2 / high and 2 / low: the middle of the two, and half their distance.
     value, half = 1 / low + 1 / high, 1 / low - 1 / high
     return Estimate.exact(
         value,
@@ -185,10 +189,10 @@ def trainable_rate(
         rtol: Half width of the interval of each trial, relative to it.
         limit: Multiple of the first loss above which a trial fails.
         generator: Source of the batches. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
-    if not callable(make):
-        raise TypeError(f"make must be a function of parameters and a learning rate, got {make!r}")
+    check_risk(risk)
+    check_maker("make", make)
     check_count("batch_size", batch_size, high=sum(risk.batch_rows))
     check_count("num_steps", num_steps, low=2)
     check_count("num_trials", num_trials, low=2)
@@ -217,11 +221,27 @@ def trainable_rate(
     return estimate.judged(None, "start from another learning rate")
 
 
+def check_maker(name: str, make: object) -> None:
+    """Raise unless the argument is a function of two arguments."""
+    if not callable(make):
+        raise TypeError(
+            f"{name} must be a function of parameters and a learning rate, got {make!r}"
+        )
+    try:
+        signature(make).bind(None, 0.1)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must take parameters and a learning rate, but its arguments are "
+            f"{signature(make)}"
+        ) from error
+
+
 def _bisect(stays: Callable[[float], bool], start: float, rtol: float) -> tuple[float, float]:
     """Return the largest learning rate that passes, with half the width of its interval.
 
     Bisection is geometric, because learning rates are compared by their ratios.
     """
+    # 0 and infinity stand for learning rates that are not known yet.
     low, high, rate = 0.0, math.inf, start
     for _ in range(TUNING.max_rises):
         if stays(rate):
@@ -232,6 +252,7 @@ def _bisect(stays: Callable[[float], bool], start: float, rtol: float) -> tuple[
             break
     if not low or math.isinf(high):  # all passed, or all failed: the limit is not known
         return low or high, math.inf
+    # (high - low) / 2 <= rtol low
     while not is_below(high / low, 1 + 2 * rtol):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if stays(middle) else (low, middle)
@@ -255,6 +276,7 @@ class _Training:
     def stays(self, rate: float, seed: int) -> bool:
         """Return whether the loss stays below its limit with this learning rate."""
         model, risk = self._adapter.model, self._risk
+        # With the buffers: running statistics of an earlier trial must not stay.
         model.load_state_dict(self._state)
         weights = dict(model.named_parameters())
         with torch.no_grad():
@@ -263,6 +285,9 @@ class _Training:
         chosen = [weights[name] for name in risk.params]
         takes_model = next(iter(signature(self._make).parameters), "") == "model"
         optimizer = self._make(model if takes_model else chosen, rate)
+        if not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise TypeError(f"the function that makes the optimiser must return one, got {kind}")
         rng = torch.Generator().manual_seed(seed)
         losses: list[float] = []
         # Dropout draws from the global generator.
@@ -272,6 +297,7 @@ class _Training:
                 optimizer.zero_grad()
                 batch = take_rows(self._batch, rows.to(risk.theta.device), self._count)
                 loss = self._adapter.loss(*self._adapter(batch))
+                # The adapter has the loss of a batch alone.
                 if risk.l2:
                     loss = loss + 0.5 * risk.l2 * sum(p.square().sum() for p in chosen)
                 losses.append(float(loss.detach()))
@@ -279,6 +305,7 @@ class _Training:
                     return False
                 loss.backward()
                 optimizer.step()
+        # Only the later steps: the loss may rise at first and fall again.
         half = losses[len(losses) // 2 :]
         return is_below(sum(half) / len(half), self._limit)
 

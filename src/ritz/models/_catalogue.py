@@ -83,12 +83,14 @@ def _(module: nn.Embedding, generator: torch.Generator) -> None:
 @draw_layer.register(_BatchNorm)
 @draw_layer.register(nn.LayerNorm)
 def _(module: _BatchNorm | nn.LayerNorm, generator: torch.Generator) -> None:
+    # Scale 1 and shift 0, without random numbers.
     module.reset_parameters()
 
 
 @torch.no_grad()
 def normal(tensor: Tensor, std: float, generator: torch.Generator) -> None:
     """Fill with normal random numbers of mean zero."""
+    # Drawn on the device of the generator and then moved: the same weights on every device.
     noise = torch.empty(tensor.shape, dtype=torch.float32, device=generator.device)
     tensor.copy_(noise.normal_(0.0, std, generator=generator))
 
@@ -224,6 +226,7 @@ def create(
     check_type("name", name, str, "a string")
     entry = _MODELS.find(name)
     shape = {"num_classes": num_classes, "input_shape": input_shape}
+    # None stands for the default of the builder.
     chosen = {key: value for key, value in shape.items() if value is not None} | more
     known = options(name)
     if unknown := [key for key in chosen if key not in known]:

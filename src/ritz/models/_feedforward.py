@@ -135,6 +135,7 @@ def draw_allcnn(model: nn.Module, generator: torch.Generator) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             rows, columns, *sides = module.weight.shape
+            # Var = 2 / (n_in + n_out): a compromise of forward and backward scale.
             normal(module.weight, math.sqrt(2 / ((rows + columns) * math.prod(sides))), generator)
             fill(module.bias, 0.1)
 

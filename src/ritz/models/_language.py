@@ -37,9 +37,9 @@ class LSTMLanguageModel(nn.Module):
 
     Dropout is done by dropout layers only, so that ``Risk(..., dropout="fixed")`` fixes a mask per
     batch everywhere: for whole words (``embedding_drop``), for the recurrent matrices
-    (``weight_drops``), and for features, with one mask for all positions (``drops``). A forward
-    hook on ``drops[-1]`` receives the last activations before and after dropout, as ``(batch,
-    features, length)``: use it to add activation penalties to the loss.
+    (``weight_drops``), and for features, with one mask for all positions (``drops``). The last of
+    these, ``last_drop``, takes and returns the activations that ``fit(activation_penalty=...)``
+    penalises, as ``(batch, features, length)``.
 
     Args:
         num_classes: Number of words in the vocabulary.
@@ -102,6 +102,11 @@ class LSTMLanguageModel(nn.Module):
             after.append(last)
         logits = self.head(x, self.embedding.weight).transpose(1, 2)
         return logits if state is None else (logits, tuple(after))
+
+    @property
+    def last_drop(self) -> nn.Module:
+        """The dropout layer between the last activations and the head."""
+        return self.drops[-1]
 
     def initial_state(self, batch: int) -> State:
         """Return a state of zeros for ``batch`` sequences."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ritz._core.checks import check_choice, check_count, check_range, check_type
 from ritz._core.modes import StatisticsOptions, reshard, unwrapped, with_statistics
 from ritz._core.params import check_optimizer
+from ritz._core.training_config import PatienceRule
 from ritz.optim._companions import NEVER, Companions, local, owners
 
 # ------------------------------------------------------------------------------------------
@@ -173,6 +174,16 @@ class IterateAverage:
             _write([(p, weights) for (p, _), weights in zip(pairs, before, strict=True)])
             self._applied = False
 
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the averaged weights by name, as they are: a later step changes them in place.
+
+        Args:
+            model: As in :meth:`applied`.
+        """
+        averages = {id(p): average for p, average in self._matched(model)}
+        named = unwrapped(model).named_parameters()
+        return {name: averages[id(p)] for name, p in named if id(p) in averages}
+
     def copy_to(self, model: nn.Module, **statistics: Unpack[StatisticsOptions]) -> None:
         """Copy the averaged weights into a model.
 
@@ -258,6 +269,7 @@ class IterateAverage:
 
     def _is_to_begin(self) -> bool:
         start = self._numbers["start"]
+        # The Polyak average begins with the first step, by itself.
         waits = self.count == 0 and start != NEVER and self.kind != "polyak"
         return waits and self._numbers["step"] + 1 >= start and not self._companions.initialising
 
@@ -348,8 +360,12 @@ class AutoAverage:
     Phase 1: :meth:`update` expects the metric of the current weights. After ``patience``
     evaluations in a row without a new best value, averaging begins with the current weights.
     Phase 2: :meth:`update` expects the metric of the averaged weights, and the best value starts
-    anew. After ``patience`` evaluations without improvement :attr:`finished` is true. The learning
-    rate stays constant::
+    anew. After ``patience`` evaluations without improvement :attr:`finished` is true.
+
+    With the rule ``non_monotone`` averaging begins when the metric is worse than the best of the
+    evaluations more than ``patience`` before it, and there is no second phase: NT-ASGD.
+
+    The learning rate stays constant::
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         auto = AutoAverage(optimizer)
@@ -360,14 +376,16 @@ class AutoAverage:
 
     With several processes the metric must be the same in all of them.
 
-    Reference: Granziol et al., Iterate averaging in the quest for best test error, A.2.
+    References: Granziol et al., Iterate averaging in the quest for best test error, A.2; Merity,
+    Keskar and Socher (2018), Regularizing and optimizing LSTM language models, Algorithm 1.
 
     Args:
         average: An average made with ``start=None``, or an optimiser. If an optimiser has no
             average, a tail average over all steps is created.
         patience: Evaluations without improvement that end each of the two phases.
         mode: ``min`` if a smaller metric is better, ``max`` if a larger one is.
-        min_delta: An improvement must exceed this.
+        min_delta: An improvement must exceed this; with ``non_monotone``, a deterioration.
+        rule: ``stagnation`` or ``non_monotone``.
     """
 
     def __init__(
@@ -377,9 +395,11 @@ class AutoAverage:
         patience: int = 10,
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
+        rule: PatienceRule = "stagnation",
     ) -> None:
         check_count("patience", patience)
         check_choice("mode", mode, ("min", "max"))
+        check_choice("rule", rule, get_args(PatienceRule))
         check_range("min_delta", min_delta, low=0.0)
         if isinstance(average, Optimizer):
             average = attached_to(average) or IterateAverage(average, start=None)
@@ -387,11 +407,13 @@ class AutoAverage:
         if average.planned is not None:
             raise ValueError(f"average must have start=None, got start={average.planned}")
         self.average = average
-        self.patience, self.mode, self.min_delta = patience, mode, min_delta
+        self.patience, self.mode, self.min_delta, self.rule = patience, mode, min_delta, rule
         self.averaging, self.finished = False, False
         self.best: float | None = None  # of the weights, or of their average once averaging
         self.best_before: float | None = None  # of the weights, once averaging
         self.waited = 0  # evaluations since the best one
+        self.recent: list[float] = []  # at most the last `patience` metrics, the oldest first
+        self.best_old: float | None = None  # of those before
 
     def __repr__(self) -> str:
         part = "finished" if self.finished else "averaging" if self.averaging else "waiting"
@@ -421,26 +443,43 @@ class AutoAverage:
         if self.finished:
             return True
         # The first value of a phase is always the best so far.
-        gain = math.inf
-        if self.best is not None:
-            gain = self.best - value if self.mode == "min" else value - self.best
-        if gain > self.min_delta:
+        if self._gain(value, self.best) > self.min_delta:
             self.best, self.waited = value, 0
         else:
             self.waited += 1
-        if self.waited >= self.patience and self.averaging:
-            self.finished = True
-        elif self.waited >= self.patience:
+        if self.averaging:
+            self.finished = self.rule == "stagnation" and self.waited >= self.patience
+        elif self._is_due(value):
             self.average.restart()
             # The metric is that of the average from now on, so its best value is unknown.
             self.averaging, self.waited = True, 0
             self.best_before, self.best = self.best, None
         return self.finished
 
+    def _gain(self, value: float, best: float | None) -> float:
+        if best is None:
+            return math.inf
+        return best - value if self.mode == "min" else value - best
+
+    def _is_due(self, value: float) -> bool:
+        """Return whether averaging begins after this value, and remember the value."""
+        if self.rule == "stagnation":
+            return self.waited >= self.patience
+        # t > n and v_t > min(v_1, ..., v_{t-n-1}): worse, not merely no better.
+        due = self._gain(value, self.best_old) < -self.min_delta
+        self.recent.append(value)
+        if len(self.recent) > self.patience:
+            oldest = self.recent.pop(0)
+            if self._gain(oldest, self.best_old) > 0:
+                self.best_old = oldest
+        return due
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain numbers; the average itself is in the optimiser's state."""
-        names = ("averaging", "finished", "best", "best_before", "waited", "mode")
-        return {name: getattr(self, name) for name in names}
+        names = (
+            "averaging", "finished", "best", "best_before", "waited", "mode", "best_old",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {"recent": list(self.recent)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned."""
@@ -451,3 +490,4 @@ class AutoAverage:
             raise ValueError(f"state_dict must have mode={self.mode!r}, got {state_dict['mode']!r}")
         for name in self.state_dict():
             setattr(self, name, state_dict[name])
+        self.recent = list(self.recent)

@@ -121,7 +121,7 @@ class CovarianceNoise:
         if not self._named:
             raise ValueError("optimizer must have parameters of the model, got those of another")
         self._noise: dict[Tensor, Tensor] | None = None  # of the step that is to be taken
-        self._begun = False
+        self._begun, self._versions = False, list[int]()
         optimizer.register_step_pre_hook(torch.compiler.disable(self._before))
         handle = optimizer.register_step_post_hook(torch.compiler.disable(self._after))
         # Before the hooks of averages, which must see the weights with their noise.
@@ -149,7 +149,7 @@ class CovarianceNoise:
             share: Share of the batch in the step, if gradients are accumulated.
             scaler: Gradient scaler of float16, whose ``step`` and ``update`` you call.
         """
-        if not self._begun or all(p.grad is None for p in self._named.values()):
+        if not self._begun or self._is_cleared():
             self.begin()
         with self.observing(batch):
             outputs, target = self._adapter(batch)
@@ -157,7 +157,23 @@ class CovarianceNoise:
         # A tensor, so that nothing waits for the device.
         scale: Any = 1.0 if scaler is None else scaler.scale(torch.ones_like(loss)).detach()
         self.pull(loss * share * scale, outputs, target, batch, scale, share)
+        self._versions = self._versions_of_gradients()
         return loss.detach()
+
+    def _versions_of_gradients(self) -> list[int]:
+        return [p.grad._version for p in self._named.values() if p.grad is not None]
+
+    def _is_cleared(self) -> bool:
+        """Return whether the gradients were cleared since the last backward pass.
+
+        A gradient scaler may skip a step, whose gradients are then dropped, and so is its noise.
+        """
+        versions = self._versions_of_gradients()
+        if not versions:
+            return True
+        # Whether they are zero is only read, which waits for the device, if they were written to.
+        grads = [p.grad for p in self._named.values() if p.grad is not None]
+        return versions != self._versions and not any(bool(grad.any()) for grad in grads)
 
     # --------------------------------------------------------------------------------------
     # For training loops that run the passes themselves.
@@ -195,6 +211,7 @@ class CovarianceNoise:
             zero = torch.zeros_like(self._step.params[name])
             return zero if gradient is None else gradient / scale
 
+        # Noise with a size of its own does not depend on the samples of the step.
         if self.kind in OF_STEP:
             self._noise = self._of_step(mean)
             return
@@ -213,6 +230,7 @@ class CovarianceNoise:
     def _of_step(self, mean: Callable[[str], Tensor]) -> dict[Tensor, Tensor]:
         rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
         device = next(iter(self._named.values())).device
+        # The numbers depend on seed and step alone, so that a resumed run draws them again.
         seed = epoch_generator(self.seed, (self.num_steps + 1) << 16).initial_seed()
         rng = torch.Generator(device).manual_seed(seed)
         noise: dict[Tensor, Tensor] = {}
@@ -241,6 +259,7 @@ class CovarianceNoise:
         if self.momentum == "before" and self._noise is not None:
             for p, noise in self._noise.items():
                 if p.grad is not None:
+                    # w - alpha step(g - noise): the sign that the noise has after the step.
                     p.grad.sub_(noise if scale is None else noise * scale)
 
     @torch.no_grad()
@@ -282,7 +301,7 @@ class NoisySGD(SGD):
     r"""SGD with :class:`CovarianceNoise`, as published: momentum without the noise.
 
     Call ``optimizer.noise.backward(batch)`` instead of ``loss.backward()``;
-    :func:`ritz.training.fit` does.
+    :func:`ritz.training.fit` does. A copy or a pickle has no model and refuses to take steps.
 
     Args:
         model: The model, possibly wrapped.
@@ -310,5 +329,17 @@ class NoisySGD(SGD):
         super().__init__(
             trainable, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov
         )
+        # Two settings have this name: that of SGD, and where the noise enters.
         noise["momentum"] = noise.pop("noise_momentum", "after")
         self.noise = CovarianceNoise(self, model, loss_fn, **noise)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if not hasattr(self, "noise"):  # torch copies the groups and the state alone
+            self.register_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    raise RuntimeError(
+        "a copy of NoisySGD has no model: create NoisySGD for the model, and load state_dict()"
+    )

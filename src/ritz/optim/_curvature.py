@@ -1,6 +1,7 @@
 """The protocol of optimisers that need curvature, and what those of this package share."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal, Protocol, final, get_args, runtime_checkable
 
 import torch
@@ -59,16 +60,34 @@ class CurvatureOptimizer(Protocol):
 class Subject:
     """The matrix of a model that an optimiser measures again and again, traced once.
 
-    It is not part of the state of the optimiser: after loading it is traced again.
+    The trace is not part of the state of the optimiser: after loading, the model is traced again.
     """
 
     def __init__(self) -> None:
         self._op: CurvatureOperator | None = None
 
+    def refresh(
+        self, optimizer: Optimizer, risk: Risk
+    ) -> tuple[CurvatureOperator, dict[str, Tensor], torch.Generator]:
+        """Return the matrix of the next refresh, its parameters by name, and its random numbers.
+
+        The groups of the optimiser have ``matrix``, ``seed`` and ``num_refreshes``, which counts.
+        """
+        risk, params = own_risk(optimizer, risk)
+        first = optimizer.param_groups[0]
+        number = first["num_refreshes"] + 1
+        # The number is saved with the state: a resumed run draws what it would have drawn.
+        generator = torch.Generator().manual_seed(first["seed"] * 1_000_003 + number)
+        op = self.operator(risk, first["matrix"], generator=generator)
+        for group in optimizer.param_groups:
+            group["num_refreshes"] = number
+        return op, params, generator
+
     def operator(
         self, risk: Risk, matrix: NewtonMatrix, *, generator: torch.Generator | None = None
     ) -> CurvatureOperator:
         """Return the matrix of a risk, with the traces of the last call if they hold for it."""
+        # Only the primal part is computed again if neither model, loss nor shapes have changed.
         op = self._op
         if op is not None and op.matrix == matrix and not risk.mismatch(op.risk):
             self._op = op.at(risk, generator=generator)
@@ -81,6 +100,31 @@ class Subject:
 def check_matrix(matrix: str) -> None:
     """Raise unless this is a matrix that an optimiser can use."""
     check_choice("matrix", matrix, get_args(NewtonMatrix))
+
+
+def is_refresh_due(optimizer: Optimizer, step: int) -> bool:
+    """Return whether a step is a multiple of the ``interval`` of an optimiser."""
+    return step % int(optimizer.param_groups[0]["interval"]) == 0
+
+
+def settings_of_group(
+    optimizer: Optimizer, group: dict[str, Any], shared: Iterable[str]
+) -> dict[str, Any]:
+    """Return a group to add with the settings that all groups share; raise if it has others.
+
+    The group takes their present values, which rules and schedules may have changed since the
+    optimiser was made.
+    """
+    present = optimizer.param_groups[0] if optimizer.param_groups else optimizer.defaults
+    # What the group says itself takes precedence, and is refused below if it differs.
+    complete = {name: present[name] for name in shared} | group
+    for name in shared if optimizer.param_groups else ():
+        if complete[name] != present[name]:
+            raise ValueError(
+                f"{name} must be the same in all groups, got {complete[name]} beside "
+                f"{present[name]}"
+            )
+    return complete
 
 
 def own_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]:
@@ -97,11 +141,14 @@ def own_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]
     kind = type(optimizer).__name__
     if not chosen:
         raise ValueError(f"risk must be that of a model with parameters of this {kind}, got {risk}")
+    # The curvature between a parameter of the model and one of another is not known, and taking it
+    # for zero would not be a Newton step.
     known = {id(p) for p in named.values()}
     if any(id(p) not in known for p in parameters(optimizer)):
         raise ValueError(f"all parameters of {kind} must be those of the model of risk, got others")
     if any(p.dtype != risk.space.dtype for p in chosen.values()):
         raise ValueError(f"{kind} needs a risk in the dtype of its parameters, got {risk}")
+    # The others are constants: this is the block of the chosen rows and columns.
     if len(chosen) < len(risk.space.shapes):
         risk = risk.on(list(chosen))
     with torch.no_grad():
@@ -131,6 +178,7 @@ def require_curvature(optimizer: Optimizer, known: bool) -> None:
 
 def evaluate(closure: Any) -> Any:
     """Return the loss of a closure, or ``None`` without one."""
+    # The closure runs a backward pass; the step around it has no gradient.
     with torch.enable_grad():
         return None if closure is None else closure()
 

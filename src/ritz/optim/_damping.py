@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.params import check_optimizer
+from ritz._core.params import check_optimizer, parameters
 from ritz._core.training_config import DampingRule
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
@@ -123,16 +123,14 @@ class Damping:
             check_count("batch_size", batch_size)
             if num_samples is not None:
                 check_count("num_samples", num_samples)
-        # 1/b = 1/B - 1/N; a batch of all samples has no noise.
-        self._inverse = max(0.0, 1 / (batch_size or 1) - 1 / (num_samples or math.inf))
-        if rule != "constant":
-            for group in optimizer.param_groups:
-                if "delta" not in group:
-                    kind = type(optimizer).__name__
-                    raise ValueError(f"rule={rule!r} needs an optimiser with delta, got {kind}")
-                group.setdefault("initial_delta", float(group["delta"]))
-                # A scheduler has stored it already, or the present value is the initial one.
-                group.setdefault("initial_lr", float(group["lr"]))
+        self.batch_size, self.num_samples = batch_size, num_samples
+        if rule != "constant" and any("delta" not in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"damping rule {rule!r} needs an optimiser with a damping delta, such as KFAC, "
+                f"LanczosNewton or DampedAdamW, got {type(optimizer).__name__}"
+            )
+        if rule == "ratio":
+            self._initial()
         self._op: CurvatureOperator | None = None
 
     def values(self) -> list[float]:
@@ -143,19 +141,23 @@ class Damping:
     def step(self, risk: Risk | None = None) -> None:
         """Set the damping by the rule.
 
+        If the batch size changes during training, set the attribute ``batch_size`` first.
+
         Args:
             risk: For ``shrinkage`` and ``noise`` a sample of the data, whose samples must be
                 separable (batch norm not in train mode).
         """
         if self.rule == "ratio":
-            for group in self.optimizer.param_groups:
-                self._set(group, group["initial_delta"] * float(group["lr"]) / group["initial_lr"])
+            for group, delta, rate in self._initial():
+                self._set(group, delta * float(group["lr"]) / rate)
         elif self.rule in ("shrinkage", "noise"):
             if risk is None:
                 raise ValueError(f"step() needs a risk for rule={self.rule!r}, got None")
             measure = shrinkage_damping if self.rule == "shrinkage" else noise_damping
             own, _ = own_risk(self.optimizer, risk)
-            unit = measure(own, self._inverse, matrix=self.matrix, seed=self.seed)
+            # 1/b = 1/B - 1/N; a batch of all samples has no noise.
+            inverse = max(0.0, 1 / (self.batch_size or 1) - 1 / (self.num_samples or math.inf))
+            unit = measure(own, inverse, matrix=self.matrix, seed=self.seed)
             for group in self.optimizer.param_groups:
                 rate = float(group["lr"]) if self.rule == "noise" else 1.0
                 self._set(group, unit * rate)
@@ -175,6 +177,8 @@ class Damping:
         start, _ = own_risk(self.optimizer, risk)
         loss, gradient = start.loss(), start.gradient()
         yield
+        if not all(bool(p.isfinite().all()) for p in parameters(self.optimizer)):
+            return  # the run has diverged, which the next loss shows
         end, _ = own_risk(self.optimizer, start)
         update = end.theta - start.theta
         known = self._op is not None and not start.mismatch(self._op.risk)
@@ -185,6 +189,18 @@ class Damping:
         ratio = (loss - finite_loss(end)) / promised if promised > 0 else -math.inf
         for group in self.optimizer.param_groups:
             self._set(group, levenberg_marquardt(float(group["delta"]), ratio))
+
+    def _initial(self) -> list[tuple[dict[str, Any], float, float]]:
+        r"""Return all groups with :math:`\delta_0` and :math:`\alpha_0`; a new group begins now."""
+        initial = []
+        for group in self.optimizer.param_groups:
+            delta = group.setdefault("initial_delta", float(group["delta"]))
+            # A scheduler has stored it already, or the present value is the initial one.
+            rate = float(group.setdefault("initial_lr", float(group["lr"])))
+            if not rate > 0:
+                raise ValueError(f"damping rule 'ratio' needs an initial lr above 0, got {rate}")
+            initial.append((group, delta, rate))
+        return initial
 
     def _set(self, group: dict[str, Any], value: float) -> None:
         value = max(value, TUNING.least)

@@ -231,6 +231,8 @@ def effective_rates(
                 f"optimizer must update every weight in names, but it does not update {name!r}"
             )
         square = float(weight.abs().double().square().sum())
+        # A gradient step of a scale-invariant weight is orthogonal to it: alpha |g(w)| / |w|, and
+        # |g(w)| = |g(w / |w|)| / |w|.
         effective[name] = rates[id(weight)] / square if square else math.inf
     return effective
 

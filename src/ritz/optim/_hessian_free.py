@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ritz._core.checks import check_choice, check_count, check_range, is_below
+from ritz._core.checks import check_choice, check_count, check_range, check_type, is_below
+from ritz._core.params import check_setting
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import ShiftedOperator
 from ritz.optim._curvature import (
@@ -19,6 +20,7 @@ from ritz.optim._curvature import (
     own_gradients,
     own_risk,
     require_curvature,
+    settings_of_group,
 )
 from ritz.optim._damping import levenberg_marquardt
 from ritz.spectra import lanczos, solve
@@ -36,6 +38,8 @@ class Tuning:
 
 
 TUNING = Tuning()
+# One system is solved for all groups.
+SHARED = ("delta", "max_steps", "decay", "adapt", "matrix")
 
 
 @final
@@ -89,9 +93,6 @@ class HessianFree(Optimizer):
         matrix: Literal["ggn", "hessian"] = "ggn",
         weight_decay: float = 0.0,
     ) -> None:
-        check_count("max_steps", max_steps)
-        check_range("decay", decay, low=0.0, high=1.0)
-        check_choice("matrix", matrix, get_args(Literal["ggn", "hessian"]))
         self._forget()
         settings: dict[str, Any] = {
             "lr": lr,
@@ -108,16 +109,19 @@ class HessianFree(Optimizer):
         self._params: dict[str, Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        settings = self.defaults | param_group
-        for name in ("lr", "delta", "weight_decay"):
-            check_range(name, float(settings[name]), low=0.0)
-        if settings["delta"] == 0:
-            raise ValueError("delta must be above 0, got 0: the system would be singular")
-        same = ["delta", "max_steps", "decay", "adapt", "matrix", *["lr"] * settings["adapt"]]
-        for name in same:
-            if any(group[name] != settings[name] for group in self.param_groups):
-                raise ValueError(f"{name} must be the same in all groups, got {settings[name]}")
-        super().add_param_group(param_group)
+        # The reduction that adapts the damping is that of one step with one rate.
+        adapts = (self.param_groups or [self.defaults])[0]["adapt"]
+        group = settings_of_group(self, param_group, (*SHARED, *["lr"] * bool(adapts)))
+        settings = self.defaults | group
+        for name in ("lr", "weight_decay"):
+            check_setting(name, settings[name])
+        # Without damping the system may be singular.
+        check_setting("delta", settings["delta"], zero=False)
+        check_count("max_steps", settings["max_steps"])
+        check_range("decay", settings["decay"], low=0.0, high=1.0)
+        check_type("adapt", settings["adapt"], bool, "True or False")
+        check_choice("matrix", settings["matrix"], get_args(Literal["ggn", "hessian"]))
+        super().add_param_group(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -153,6 +157,7 @@ class HessianFree(Optimizer):
         require_curvature(self, op is not None and set(grads) <= set(self._params.values()))
         if op is None:
             return loss
+        # One flat vector in the order of the risk, whatever the order of the groups.
         params = list(self._params.values())
         # A parameter without a gradient has none in the model of the loss either.
         gradient = torch.cat([grads.get(p, torch.zeros_like(p)).reshape(-1) for p in params])
@@ -186,10 +191,13 @@ class HessianFree(Optimizer):
         if group["decay"] and all(part is not None for part in last):
             parts = [part.reshape(-1) for part in last if part is not None]
             start = group["decay"] * torch.cat(parts)
+        # The damping moves every eigenvalue by delta, so that the system is definite although G is
+        # only semi-definite.
         damped = ShiftedOperator(op, delta)
         limits: Any = {"max_steps": group["max_steps"], "stop": MartensStop()}
         run = solve(damped, -gradient, initial=start, **limits)
         self._count(len(run.history) - 1)
+        # x'Gx is that of the model without damping, which is what the reduction is compared with.
         return run.x, run.x @ (op @ run.x)
 
     def _absolute(
@@ -215,6 +223,7 @@ class HessianFree(Optimizer):
             self.state[p]["direction"] = piece.view_as(p).clone()
         for group in self.param_groups:
             rate = float(group["lr"])
+            # w <- (1 - alpha gamma) w + alpha x
             for p in group["params"]:
                 if p in grads:
                     p.mul_(1 - rate * group["weight_decay"])

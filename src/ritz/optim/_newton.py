@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count
+from ritz._core.params import check_setting
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import DeflatedOperator, LinearOperator
 from ritz.optim._curvature import (
@@ -15,13 +16,16 @@ from ritz.optim._curvature import (
     Subject,
     check_matrix,
     evaluate,
+    is_refresh_due,
     own_gradients,
-    own_risk,
     require_curvature,
+    settings_of_group,
 )
 from ritz.spectra import lanczos
 
 Start = Literal["basis", "gradient", "random"]
+# One matrix has one basis, and one damping makes its inverse.
+SHARED = ("delta", "eta", "num_steps", "interval", "matrix", "start", "seed")
 
 
 @final
@@ -90,11 +94,6 @@ class LanczosNewton(Optimizer):
         start: Start = "basis",
         seed: int = 0,
     ) -> None:
-        check_count("num_steps", num_steps)
-        check_count("interval", interval)
-        check_count("seed", seed, low=0)
-        check_matrix(matrix)
-        check_choice("start", start, get_args(Start))
         self._subject = Subject()
         settings: dict[str, Any] = {"lr": lr, "delta": delta, "eta": eta, "num_steps": num_steps}
         settings |= {"interval": interval, "matrix": matrix, "momentum": momentum}
@@ -102,19 +101,18 @@ class LanczosNewton(Optimizer):
         super().__init__(params, settings | {"num_refreshes": 0, "ritz_values": []})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        settings = self.defaults | param_group
+        group = settings_of_group(self, param_group, SHARED)
+        settings = self.defaults | group
         for name in ("lr", "eta", "momentum", "weight_decay"):
-            check_range(name, float(settings[name]), low=0.0)
-        check_range("delta", float(settings["delta"]), low=0.0)
-        if settings["delta"] == 0:
-            raise ValueError(
-                "delta must be above 0, got 0: flat directions have no other curvature"
-            )
-        for name in ("delta", "eta", "num_steps", "interval", "matrix", "start", "seed"):
-            # One matrix has one basis, and one damping makes its inverse.
-            if any(group[name] != settings[name] for group in self.param_groups):
-                raise ValueError(f"{name} must be the same in all groups, got {settings[name]}")
-        super().add_param_group(param_group)
+            check_setting(name, settings[name])
+        # Flat directions have no other curvature.
+        check_setting("delta", settings["delta"], zero=False)
+        check_count("num_steps", settings["num_steps"])
+        check_count("interval", settings["interval"])
+        check_count("seed", settings["seed"], low=0)
+        check_matrix(settings["matrix"])
+        check_choice("start", settings["start"], get_args(Start))
+        super().add_param_group(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -127,7 +125,7 @@ class LanczosNewton(Optimizer):
 
     def curvature_due(self, step: int) -> bool:
         """Return whether the pairs are to be refreshed before a step; see the protocol."""
-        return step % int(self.param_groups[0]["interval"]) == 0
+        return is_refresh_due(self, step)
 
     @torch.no_grad()
     def update_curvature(self, risk: Risk) -> None:
@@ -136,22 +134,19 @@ class LanczosNewton(Optimizer):
         Args:
             risk: Loss on the curvature batch.
         """
-        risk, params = own_risk(self, risk)
-        first = self.param_groups[0]
-        # Another draw for each refresh, which a resumed run repeats.
-        number = first["num_refreshes"] + 1
-        generator = torch.Generator().manual_seed(first["seed"] * 1_000_003 + number)
-        op = self._subject.operator(risk, first["matrix"], generator=generator)
-        count = min(first["num_steps"], op.shape[0])
+        op, params, generator = self._subject.refresh(self, risk)
+        count = min(self.param_groups[0]["num_steps"], op.shape[0])
         values, vectors = ritz_pairs(op, count, self._start(op, params), generator)
         place = 0
+        # Stored by parameter, so that state_dict() and a move to another device treat it as
+        # torch treats the momentum.
         for p in params.values():
             # Rows of the basis in the shape of the parameter: (k, *shape).
             rows = vectors[place : place + p.numel()].T
             self.state[p]["basis"] = rows.reshape(len(values), *p.shape).contiguous()
             place += p.numel()
         for group in self.param_groups:
-            group["ritz_values"], group["num_refreshes"] = values.tolist(), number
+            group["ritz_values"] = values.tolist()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -170,6 +165,7 @@ class LanczosNewton(Optimizer):
         \delta))` do not cancel, but their sum with :math:`1/\delta` would for tiny :math:`\delta`.
         """
         group = self.param_groups[0]
+        # A parameter without a gradient adds nothing to U'g, and does not move.
         rows = {p: self.state[p]["basis"].flatten(1) for p in grads}
         rest = {p: grad.detach().flatten().clone() for p, grad in grads.items()}
         inside: Any = 0.0
@@ -179,6 +175,8 @@ class LanczosNewton(Optimizer):
             inside = inside + part
             for p in grads:
                 rest[p] -= part @ rows[p]
+        # 1 / (eta |lambda| + delta) inside the span and 1 / delta beside it: the bracket without
+        # the difference of large numbers in its printed form.
         delta = float(group["delta"])
         sizes = torch.tensor(group["ritz_values"], dtype=torch.float64).abs() * group["eta"] + delta
         inside = inside / sizes.to(inside)
@@ -195,6 +193,7 @@ class LanczosNewton(Optimizer):
                     if "momentum_buffer" not in state:
                         state["momentum_buffer"] = torch.zeros_like(p)
                     update = state["momentum_buffer"].mul_(momentum).add_(update)
+                # w <- (1 - alpha gamma) w - alpha b
                 p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)
 
     def _start(self, op: CurvatureOperator, params: dict[str, Tensor]) -> Tensor | None:
@@ -205,6 +204,7 @@ class LanczosNewton(Optimizer):
             start = op.risk.gradient()
         elif kind == "basis" and all("basis" in self.state[p] for p in params.values()):
             weights = torch.tensor(values, dtype=op.dtype, device=op.device).abs()
+            # sum_i |lambda_i| u_i: the sharpest directions, which matter most, come first.
             start = torch.cat(
                 [weights @ self.state[p]["basis"].flatten(1) for p in params.values()]
             )
@@ -232,8 +232,10 @@ def ritz_pairs(
         vectors = torch.cat([vectors, run.vectors], 1)  # type: ignore[list-item]
         if run.status.outcome != "breakdown" or len(values) == count:
             return values, vectors
+        # The span is invariant: other vectors of repeated eigenvalues lie beside it.
         inner = DeflatedOperator(op, vectors)
         start = torch.randn(op.shape[0], generator=generator, dtype=torch.float64).to(vectors)
+        # Twice is enough: once leaves roundoff times the part that was removed.
         for _ in range(2):
             start = start - vectors @ (vectors.T @ start)
         # Products with the whole matrix leave its roundoff in what remains of it.

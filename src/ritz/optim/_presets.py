@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_count
@@ -134,7 +134,11 @@ LARGE = {
 }  # fmt: skip
 # With an average, wide residual networks follow equation 12 up to its start.
 HELD = {"batch_size": 128, "schedule": "linear_held"}
-PTB = {"batch_size": 20, "clip_norm": 0.25}  # those of the code base, appendix B.3
+# Those of the code base, appendix B.3.
+PTB = {
+    "batch_size": 20, "clip_norm": 0.25, "random_segments": True, "activation_penalty": 2.0,
+    "change_penalty": 1.0,
+}  # fmt: skip
 PTB_STEPS = PTB | {"schedule": "step", "milestones": (100, 150)}
 NOISE = {"noise": "diagonal", "noise_batch": 128, "noise_until": 0.25}
 
@@ -179,6 +183,12 @@ def _register_sgd() -> None:
     asgd = {"lr": 30.0, "momentum": 0.0, "weight_decay": 1.2e-6}
     every: Any = PTB | {"average_every": "step"}
     _add("asgd/lstm/ptb", swa, 200, 100, ptb, **asgd, training=every)
+    triggered: Any = every | {"patience": 10, "patience_rule": "non_monotone"}
+    _add("nt_asgd/lstm/ptb", swa, 200, None, paper + "appendix C.2", **asgd, training=triggered)
+    searched = paper + "appendices B.3 and C.2; the learning rate is one of four that were tried"
+    adam: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1.2e-6}
+    _add("adam/lstm/ptb", Adam, 200, None, searched, **adam, training=PTB)
+    _add("scheduled_adam/lstm/ptb", Adam, 200, None, searched, **adam, training=PTB_STEPS)
 
 
 def _register_large_batches() -> None:

@@ -7,10 +7,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ritz._core.checks import check_finite, check_tensor
-from ritz._core.params import check_optimizer
+from ritz._core.params import check_optimizer, parameters
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature import own_risk
@@ -88,16 +88,20 @@ def read_step(
     for name, vector in rows.items():
         check_tensor(name, vector, dtype=vectors.dtype, device=vectors.device, rows=len(vectors))
     decay = torch.zeros_like(before) if decay is None else decay
+    # w_{t+1} - w_t = - sum_i alpha_i u_i u_i' g, without what the decay has done.
     update = after - before - decay
     along = {"gradient": gradient, "update": update, "decay": decay}
     inside = {name: vectors.T @ vector for name, vector in along.items()}
     # The parts beside the eigenvectors.
     g, d = (along[name] - vectors @ inside[name] for name in ("gradient", "update"))
+    # Beside the eigenvectors there is one rate, that of least squares: alpha = -d'g / g'g.
     square = float(g.double().square().sum())
     flat = -float(d.double() @ g.double()) / square if square else math.nan
     parts = {name: part.double().cpu() for name, part in inside.items()}
+    # Equation 11: alpha_i = - u_i'(w_{t+1} - w_t) / u_i'g.
     rates = -parts["update"] / parts["gradient"]
     sharp = float(rates[values.argmax()])
+    # The direction of the weights is what counts for layers before a normalisation.
     turn = vectors.T @ (after / after.norm() - before / before.norm())
     return StepReading(
         values=values.double().cpu(),
@@ -131,17 +135,34 @@ class StepReader:
 
     Args:
         optimizer: Any optimiser; a hook is registered with it.
+
+    Attributes:
+        before: The weights before the last step, by parameter.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        self._before: dict[Tensor, Tensor] = {}
+        self.before: dict[Tensor, Tensor] = {}
         self._hook = optimizer.register_step_pre_hook(self._note)
 
     def close(self) -> None:
         """Remove the hook."""
         self._hook.remove()
+
+    @torch.no_grad()
+    def weights_before(self, risk: Risk) -> Tensor | None:
+        """Return the weights before the last step, ``(P,)``; ``None`` if there was none.
+
+        Args:
+            risk: A risk of the model, which says in which order the parameters are.
+        """
+        if not self.before:
+            return None
+        weights = dict(risk.model.named_parameters())
+        # A parameter that this optimiser does not train has not moved.
+        parts = {n: self.before.get(weights[n], weights[n].detach()) for n in risk.space.shapes}
+        return risk.space.flatten(parts).to(risk.theta)
 
     @torch.no_grad()
     def read(self, risk: Risk, values: Tensor, vectors: Tensor) -> StepReading | None:
@@ -153,10 +174,10 @@ class StepReader:
             vectors: Eigenvectors as columns, ``(P, k)``.
         """
         risk, params = own_risk(self.optimizer, risk)
-        if any(p not in self._before or p.grad is None for p in params.values()):
+        if any(p not in self.before or p.grad is None for p in params.values()):
             return None
         group = {p: group for group in self.optimizer.param_groups for p in group["params"]}
-        before = _joined(self._before[p] for p in params.values())
+        before = _joined(self.before[p] for p in params.values())
         gradient = _joined(p.grad for p in params.values() if p.grad is not None)
         coupled = torch.zeros_like(before)
         decay = torch.zeros_like(before)
@@ -164,7 +185,8 @@ class StepReader:
         for p in params.values():
             part, place = slice(place, place + p.numel()), place + p.numel()
             factor = float(group[p].get("weight_decay", 0.0))
-            if _decoupled(self.optimizer, group[p]):
+            if decoupled(self.optimizer, group[p]):
+                # The learning rate of SpectralSGD is a factor on a measured one.
                 rate = float(group[p]["lr"]) * (group[p].get("rate") or 1.0)
                 decay[part] = -rate * factor * before[part]
             else:
@@ -179,21 +201,26 @@ class StepReader:
         )
         return _split_decay(reading, (vectors.T @ coupled).double().cpu())
 
+    def note(self) -> None:
+        """Note the present weights, as before a step."""
+        for p in parameters(self.optimizer):
+            if p.requires_grad:
+                self.before[p] = p.detach().clone()
+
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    self._before[p] = p.detach().clone()
+        self.note()
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
-def _decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return whether weight decay is applied beside the gradient."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
+    if isinstance(optimizer, SGD):  # also with noise, in this package
+        return False
     # torch.optim.SGD and Adagrad add an L2 term; the optimisers of this package never do.
     return type(optimizer).__module__.startswith("ritz.") or "AdamW" in type(optimizer).__name__
 

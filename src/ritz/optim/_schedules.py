@@ -205,6 +205,7 @@ def _linear(num_steps: int, final: float, hold: float, until: float, step: int) 
 
 
 def _held(start: int, shape: Shape, step: int) -> float:
+    # Up to the start as the shape, and then its value there.
     return shape(min(step, start))
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ritz._core.checks import check_count, check_range
+from ritz._core.checks import check_count, check_type
+from ritz._core.params import check_setting
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature import (
@@ -17,14 +18,20 @@ from ritz.optim._curvature import (
     Subject,
     check_matrix,
     evaluate,
+    is_refresh_due,
     own_gradients,
-    own_risk,
     require_curvature,
+    settings_of_group,
 )
 from ritz.spectra import Spectrum, lanczos
 
 # A Ritz value with more of the mass is the bulk at zero: Spectral Machine Learning, section 4.3.2.
 DROPPED_MASS = 0.5
+# One spectrum gives the rates of all groups.
+SHARED = ("interval", "num_steps", "nesterov", "matrix", "seed")
+# What is measured. It is no default of the optimiser, or torch's cyclic schedulers would replace
+# the measured momentum by theirs.
+MEASURED = {"rate": None, "momentum": 0.0, "num_refreshes": 0}
 
 
 @storable
@@ -81,6 +88,7 @@ def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRat
     Reference: Granziol, *Spectral Machine Learning*, equation 4.3 (whose Polyak rate lacks the
     square, and whose Nesterov rate is :math:`1/\lambda_1`).
     """
+    # The weights of a Lanczos run add up to one: at most one of them is above one half.
     heavy = spectrum.weights > DROPPED_MASS
     values = spectrum.values[~heavy]
     positive = values[values > spectrum.roundoff]
@@ -89,10 +97,12 @@ def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRat
             "spectrum must have a positive Ritz value beside that of the bulk, got "
             f"{spectrum.values.tolist()}"
         )
+    # With r = sqrt(lambda_P / lambda_1) the contrast is (1 - r) / (1 + r).
     high, low = float(positive.max()), float(positive.min())
     sum_of_roots = math.sqrt(high) + math.sqrt(low)
     contrast = (math.sqrt(high) - math.sqrt(low)) / sum_of_roots
     return SpectralRates(
+        # Polyak: (2 / (sqrt(l_1) + sqrt(l_P)))^2, the square that equation 4.3 lacks.
         rate=1 / high if nesterov else (2 / sum_of_roots) ** 2,
         momentum=contrast if nesterov else contrast**2,
         lambda_max=high,
@@ -142,10 +152,6 @@ class SpectralSGD(Optimizer):
         weight_decay: float = 0.0,
         seed: int = 0,
     ) -> None:
-        check_count("interval", interval)
-        check_count("num_steps", num_steps)
-        check_count("seed", seed, low=0)
-        check_matrix(matrix)
         self._subject, self.rates = Subject(), None
         settings: dict[str, Any] = {
             "lr": lr,
@@ -154,17 +160,23 @@ class SpectralSGD(Optimizer):
             "nesterov": nesterov,
         }
         settings |= {"matrix": matrix, "weight_decay": weight_decay, "seed": seed}
-        super().__init__(params, settings | {"rate": None, "momentum": 0.0, "num_refreshes": 0})
+        super().__init__(params, settings)
 
     rates: SpectralRates | None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        settings = self.defaults | param_group
+        group = settings_of_group(self, param_group, SHARED)
+        settings = self.defaults | group
         for name in ("lr", "weight_decay"):
-            check_range(name, float(settings[name]), low=0.0)
-        # The same spectrum for all: a group that comes later takes the present rates.
-        shared = ("rate", "momentum", "num_refreshes") if self.param_groups else ()
-        super().add_param_group(param_group | {k: self.param_groups[0][k] for k in shared})
+            check_setting(name, settings[name])
+        check_count("interval", settings["interval"])
+        check_count("num_steps", settings["num_steps"])
+        check_count("seed", settings["seed"], low=0)
+        check_matrix(settings["matrix"])
+        check_type("nesterov", settings["nesterov"], bool, "True or False")
+        # What was measured for the first groups holds for one that comes later.
+        present = self.param_groups[0] if self.param_groups else MEASURED
+        super().add_param_group(group | {name: present[name] for name in MEASURED})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -172,7 +184,7 @@ class SpectralSGD(Optimizer):
 
     def curvature_due(self, step: int) -> bool:
         """Return whether the spectrum is to be measured before a step; see the protocol."""
-        return step % int(self.param_groups[0]["interval"]) == 0
+        return is_refresh_due(self, step)
 
     @torch.no_grad()
     def update_curvature(self, risk: Risk) -> None:
@@ -181,22 +193,20 @@ class SpectralSGD(Optimizer):
         Args:
             risk: Loss on the curvature batch.
         """
-        risk, _ = own_risk(self, risk)
+        op, _, generator = self._subject.refresh(self, risk)
         first = self.param_groups[0]
-        number = first["num_refreshes"] + 1
-        generator = torch.Generator().manual_seed(first["seed"] * 1_000_003 + number)
-        op = self._subject.operator(risk, first["matrix"], generator=generator)
         steps = min(first["num_steps"], op.shape[0])
         spectrum = lanczos(op, num_steps=steps, generator=generator)
+        # Far from a minimum a spectrum may have nothing positive. The rates of a better place are
+        # then a better guess than none; before the first there is no guess.
         try:
             self.rates = spectral_rates(spectrum, nesterov=first["nesterov"])
         except ValueError:
             if first["rate"] is None:
                 raise
-        for group in self.param_groups:
-            group["num_refreshes"] = number
-            if self.rates is not None:
-                group["rate"], group["momentum"] = self.rates.rate, self.rates.momentum
+        if (rates := self.rates) is not None:
+            for group in self.param_groups:
+                group["rate"], group["momentum"] = rates.rate, rates.momentum
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -211,9 +221,11 @@ class SpectralSGD(Optimizer):
         return loss
 
     def _move(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        # The learning rate of a schedule is a factor on the measured one.
         rate, momentum, state = float(group["lr"]) * group["rate"], group["momentum"], self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
         buffer = state["momentum_buffer"].mul_(momentum).add_(grad)
+        # Nesterov's gradient is that of the point ahead, in the form of torch: g + rho b.
         update = grad + momentum * buffer if group["nesterov"] else buffer
         p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)

@@ -195,16 +195,16 @@ def _scales(moments: Any, numbers: Numbers, rule: Rule) -> Any:
         bases = torch._foreach_add(moments, shifts)
     if rule.differentiable:
         return torch._foreach_pow(bases, -power)
-    # Square roots are several times cheaper than pow: four in a row at most.
+    # Roots are several times cheaper than pow: four in a row at most.
     roots = -math.log2(power)
     if roots not in range(5):
         torch._foreach_pow_(bases, -power)
-    elif roots == 0:
-        torch._foreach_reciprocal_(bases)
-    else:
+        return bases
+    # k inverse roots give the power (-1/2)^k. One takes 0.22 ns an element on the CPU, a root 0.35.
+    for _ in range(int(roots)):
         torch._foreach_rsqrt_(bases)
-        for _ in range(int(roots) - 1):
-            torch._foreach_sqrt_(bases)
+    if roots % 2 == 0:
+        torch._foreach_reciprocal_(bases)
     return bases
 
 
@@ -239,7 +239,8 @@ def update(buffers: Buffers, rule: Rule, lr: Number, foreach: bool | None = None
         groups = [Buffers(*kind) for kind, _ in by_kind.values()]
     for group in groups:
         numbers = _numbers(group.steps, lr, rule)
-        whole = foreach or torch.compiler.is_compiling()
+        on_cpu = group.params[0].is_cpu and not rule.tensor_numbers
+        whole = torch.compiler.is_compiling() or (foreach and not on_cpu)
         for chunk in [(group, numbers)] if whole else _chunks(group, numbers, rule):
             move(*chunk, rule)
 

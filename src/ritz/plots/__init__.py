@@ -8,7 +8,7 @@ batch sizes (``batch_scaling``, ``advice``). ``panels`` makes a figure, and ``sa
 it.
 """
 
-from ritz.plots import _batches  # noqa: F401  (it registers plots)
+from ritz.plots import _batches, _sweeps  # noqa: F401  (they register plots)
 from ritz.plots._advice import advice
 from ritz.plots._graphs import similarity
 from ritz.plots._networks import landscape, landscape2d

@@ -89,6 +89,7 @@ def plot(result: Any) -> "Figure":
     norms, distances, gradients of layers       a row for each layer
     diversity of solutions                      heat maps of all pairs
     training result, records of a log           loss and accuracy per epoch
+    sweep                                       each run and the means, over one option of the grid
     similarity of graphs                        heat map of the distances
     cluster count                               number of eigenvalues below each point, and the gap
     fit of random graphs                        divergence over the parameter of each model

@@ -114,16 +114,12 @@ def legend(ax: "Axes", *, above: bool = False, **options: Any) -> None:
         ax.legend(**({"loc": "best", "frameon": False, "fontsize": "small"} | options))
 
 
-def share_legend(figure: "Figure", *, first: Sequence[str] = ()) -> None:
-    """Replace the legends of all panels by one above them.
+def share_legend(figure: "Figure") -> None:
+    """Replace the legends of all panels by one above them, with every label once.
 
-    It has as many columns as fit. For further rows the figure grows, so that the panels keep their
-    height.
-
-    Args:
-        figure: Figure whose axes have labels. Equal labels are drawn once.
-        first: Labels that come first. Ritz values follow, from negative to positive, then the
-            other labels in the order of the panels.
+    Ritz values come first, from negative to positive, and then the other labels in the order of the
+    panels. The legend has as many columns as fit. For further rows the figure grows, so that the
+    panels keep their height.
     """
     entries: dict[str, Any] = {}
     for ax in figure.axes:
@@ -133,7 +129,7 @@ def share_legend(figure: "Figure", *, first: Sequence[str] = ()) -> None:
             inner.remove()
     # The first panel may lack some kinds of stems, so the order of panels is not enough.
     stems = [label for label, _ in STEMS.values()]
-    labels = [label for label in dict.fromkeys((*first, *stems, *entries)) if label in entries]
+    labels = [label for label in dict.fromkeys((*stems, *entries)) if label in entries]
     for rows in range(1, len(labels) + 1):
         outer = figure.legend([entries[label] for label in labels], labels, frameon=False,
                               fontsize="small", loc="outside upper center",

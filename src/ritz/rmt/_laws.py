@@ -9,7 +9,7 @@ import torch
 from scipy.special import wofz
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_positive
+from ritz._core.checks import check_count, check_positive, check_range
 from ritz._core.density import NO_ATOMS, Atoms, as_points
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
@@ -53,8 +53,8 @@ class Law(ABC):
         """Points of positive mass."""
 
     @abstractmethod
-    def moment(self, degree: int) -> float:
-        """Return the mean of ``eigenvalue ** degree``."""
+    def _moment(self, degree: int) -> float:
+        """Return the mean of a power that is at least 0."""
 
     @abstractmethod
     def _pdf(self, x: Tensor) -> Tensor:
@@ -64,9 +64,16 @@ class Law(ABC):
     def _cdf(self, x: Tensor) -> Tensor:
         """Return the fraction at or below float64 points, without derivatives."""
 
+    def moment(self, degree: int) -> float:
+        """Return the mean of ``eigenvalue ** degree``, for a degree of at least 0."""
+        check_count("degree", degree, low=0)
+        return self._moment(degree)
+
     def pdf(self, x: Tensor) -> Tensor:
         """Return the density at the points."""
-        return self._pdf(as_points(x))
+        points = as_points(x)
+        # The masks of the formulas take NaN for a point outside of the support.
+        return torch.where(points.isnan(), points, self._pdf(points))
 
     def cdf(self, x: Tensor) -> Tensor:
         """Return the fraction of eigenvalues at or below each point."""
@@ -79,8 +86,12 @@ class Law(ABC):
         return float(ends[1] - ends[0])
 
     def ppf(self, levels: float | Tensor) -> Tensor:
-        """Return quantiles: the smallest points with ``cdf`` at least the levels, from 0 to 1."""
-        p = as_points(torch.as_tensor(levels)).detach()
+        """Return quantiles: the smallest points with ``cdf`` at least the levels, from 0 to 1.
+
+        The levels 0 and 1 give the ends of the support.
+        """
+        # Straight to float64: by way of float32, a level of 1 - 1e-8 would be 1.
+        p = as_points(levels, "levels").detach()
         if not bool(((p >= 0) & (p <= 1)).all()):
             raise ValueError(f"levels must be between 0 and 1, got {p.min():.6g} to {p.max():.6g}")
         return _quantiles(self, p.reshape(-1)).reshape(p.shape)
@@ -108,7 +119,7 @@ class _Integral(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, law: Law) -> Tensor:
         ctx.save_for_backward(x)
         ctx.law = law
-        return law._cdf(x)
+        return torch.where(x.isnan(), x, law._cdf(x))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -147,7 +158,8 @@ def _quantiles(law: Law, p: Tensor) -> Tensor:
     for point, mass in zip(*law.atoms, strict=True):
         top = law._cdf(point)
         x = torch.where((p <= top) & (p > top - mass), point, x)
-    return x.clamp(low, high)
+    # Next to an edge the distribution function is flat to roundoff, but its ends are known.
+    return torch.where(p == 0, low, torch.where(p == 1, high, x.clamp(low, high)))
 
 
 @final
@@ -165,6 +177,7 @@ class Normal(Law):
     variance: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_mean(self.mean)
         check_positive("variance", self.variance)
 
     @property
@@ -178,7 +191,7 @@ class Normal(Law):
         """None: the law is continuous."""
         return NO_ATOMS
 
-    def moment(self, degree: int) -> float:
+    def _moment(self, degree: int) -> float:
         r"""Return :math:`\sum_j \binom{k}{2j} \mu^{k - 2j} v^j (2j - 1)!!`."""
         return _central_sum(
             self.mean, self.variance, degree, lambda j: math.prod(range(1, 2 * j, 2))
@@ -187,7 +200,7 @@ class Normal(Law):
     def stieltjes(self, z: Tensor) -> Tensor:
         r"""Return :math:`G(z) = -i \sqrt{\pi / 2v}\, w((z - \mu)/\sqrt{2v})`, by Faddeeva's w."""
         scaled = (as_upper(z) - self.mean) / math.sqrt(2 * self.variance)
-        values = torch.from_numpy(wofz(scaled.numpy()))
+        values = torch.as_tensor(wofz(scaled.numpy()))  # a number for a single point
         return reflected(z, -1j * math.sqrt(math.pi / (2 * self.variance)) * values)
 
     def _pdf(self, x: Tensor) -> Tensor:
@@ -221,6 +234,7 @@ class Semicircle(Law):
     variance: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_mean(self.mean)
         check_positive("variance", self.variance)
 
     @property
@@ -234,7 +248,7 @@ class Semicircle(Law):
         """None: the law is continuous."""
         return NO_ATOMS
 
-    def moment(self, degree: int) -> float:
+    def _moment(self, degree: int) -> float:
         r"""Return :math:`\sum_j \binom{k}{2j} \mu^{k - 2j} v^j C_j`, with Catalan numbers."""
         return _central_sum(
             self.mean, self.variance, degree, lambda j: math.comb(2 * j, j) // (j + 1)
@@ -307,7 +321,7 @@ class MarchenkoPastur(Law):
         points = torch.zeros(1, dtype=torch.float64)
         return Atoms(points, points + (1 - 1 / self.ratio))
 
-    def moment(self, degree: int) -> float:
+    def _moment(self, degree: int) -> float:
         r"""Return :math:`s^k \sum_{r < k} \frac{q^r}{r + 1} \binom kr \binom{k - 1}r`."""
         k = degree
         terms = (
@@ -353,6 +367,12 @@ class MarchenkoPastur(Law):
         return torch.where(x < 0, 0.0, 1 - (1 - part.clamp(0, 1)) / self.ratio)
 
 
+def _check_mean(mean: float) -> None:
+    check_range("mean", mean)
+    if not math.isfinite(mean):
+        raise ValueError(f"mean must be finite, got {mean}")
+
+
 def _central_sum(mean: float, variance: float, degree: int, number: Any) -> float:
     terms = (
         math.comb(degree, 2 * j) * mean ** (degree - 2 * j) * variance**j * number(j)
@@ -363,11 +383,11 @@ def _central_sum(mean: float, variance: float, degree: int, number: Any) -> floa
 
 def as_upper(z: Tensor) -> Tensor:
     """Return points mirrored to the upper half-plane, on which formulas of transforms hold."""
-    w = torch.as_tensor(z).to(torch.complex128)
+    w = torch.as_tensor(z, dtype=torch.complex128)
     return torch.where(w.imag < 0, w.conj(), w).resolve_conj()
 
 
 def reflected(z: Tensor, values: Tensor) -> Tensor:
     """Return values at mirrored points as those at the points: G(conj z) = conj G(z)."""
-    below = torch.as_tensor(z).to(torch.complex128).imag < 0
+    below = torch.as_tensor(z, dtype=torch.complex128).imag < 0
     return torch.where(below, values.conj(), values).resolve_conj()

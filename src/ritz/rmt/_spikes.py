@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_finite, check_range
+from ritz._core.density import as_points
 from ritz._core.storage import storable
 from ritz.rmt._tracy_widom import TracyWidom
 
@@ -280,7 +281,7 @@ def _check_finite_size(size: int | None, level: float) -> None:
 
 
 def _number(name: str, value: float | Tensor, *, low: float | None = None) -> Tensor:
-    tensor = torch.as_tensor(value, dtype=torch.float64)
+    tensor = as_points(value, name)
     check_finite(name, tensor)
     if low is not None:
         check_range(name, float(tensor.min()), low=low)

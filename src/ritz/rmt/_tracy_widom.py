@@ -61,7 +61,7 @@ class TracyWidom(Law):
     beta: int = 1
 
     def __post_init__(self) -> None:
-        if self.beta not in (1, 2):
+        if isinstance(self.beta, bool) or self.beta not in (1, 2):
             raise ValueError(f"beta must be 1 or 2, got {self.beta}")
 
     @property
@@ -74,7 +74,7 @@ class TracyWidom(Law):
         """None: the law is continuous."""
         return NO_ATOMS
 
-    def moment(self, degree: int) -> float:
+    def _moment(self, degree: int) -> float:
         """Return the mean of a power, by a Gauss-Legendre rule over the support."""
         nodes, weights = legendre.leggauss(TUNING.nodes)
         low, high = self.support

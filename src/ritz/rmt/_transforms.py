@@ -101,6 +101,8 @@ def as_measure(measure: Measure) -> Transformable:
     if isinstance(measure, Tensor):
         values = measure.detach().double().cpu().reshape(-1)
         check_finite("eigenvalues", values)
+        if not len(values):
+            raise ValueError("eigenvalues must not be empty")
         return Points(values.sort().values, torch.full_like(values, 1 / len(values)))
     if isinstance(measure, Weighted):
         values, order = measure.values.detach().double().cpu().sort()
@@ -108,7 +110,10 @@ def as_measure(measure: Measure) -> Transformable:
         return Points(values, weights / weights.sum())
     if isinstance(measure, Density):
         return _by_rule(measure)
-    raise TypeError(f"measure must be eigenvalues, a Spectrum or a Density, got {type(measure)!r}")
+    raise TypeError(
+        "measure must be a tensor of eigenvalues, a Spectrum, a law or a density, got "
+        f"{type(measure).__name__}"
+    )
 
 
 def _by_rule(density: Density) -> Points:
@@ -135,9 +140,11 @@ def stieltjes(measure: Measure, z: complex | Tensor) -> Tensor:
     Args:
         measure: A law, another density, a ``Spectrum``, or eigenvalues ``(n,)``. A density of
             another package is replaced by 2,000 points, good at 0.01 of its width from the support.
-        z: Real or complex points.
+        z: Real or complex points. At an eigenvalue or another atom, where :math:`G` has a pole, the
+            value is not a number.
     """
-    return as_measure(measure).stieltjes(torch.as_tensor(z).to(torch.complex128))
+    # Straight to complex128: by way of complex64, a Python number would keep seven digits.
+    return as_measure(measure).stieltjes(torch.as_tensor(z, dtype=torch.complex128))
 
 
 def blue(measure: Measure, g: float | Tensor) -> Tensor:
@@ -157,7 +164,7 @@ def blue(measure: Measure, g: float | Tensor) -> Tensor:
     def gap(z: Tensor) -> Tensor:
         return side * known.stieltjes(z.to(torch.complex128)).real - target.abs()
 
-    return _outside(known, gap, side, "g")
+    return _outside(known, gap, side, "g", target)
 
 
 def r_transform(measure: Measure, g: float | Tensor) -> Tensor:
@@ -197,11 +204,17 @@ def s_transform(measure: Measure, y: float | Tensor) -> Tensor:
         value = (z * known.stieltjes(z.to(torch.complex128)) - 1).real
         return side * value - target.abs()
 
-    return (1 + target) / (target * _outside(known, gap, side, "y", negative=True))
+    return (1 + target) / (target * _outside(known, gap, side, "y", target, negative=True))
 
 
 def _outside(
-    known: Transformable, gap: "Gap", side: Tensor, name: str, *, negative: bool = False
+    known: Transformable,
+    gap: "Gap",
+    side: Tensor,
+    name: str,
+    target: Tensor,
+    *,
+    negative: bool = False,
 ) -> Tensor:
     """Return roots right of the support (side 1) or left of it, or of 0, by bisection.
 
@@ -214,10 +227,13 @@ def _outside(
     # So near that roundoff does not move it onto the edge
     near = (1e-15 * start.abs().clamp(min=width)).log()
     far = torch.full_like(start, TUNING.reach * width).log()
-    if not bool(
-        ((gap(start + side * near.exp()) >= 0) & (gap(start + side * far.exp()) <= 0)).all()
-    ):
-        raise ValueError(f"{name} must be a value of the transform outside the support, and not 0")
+    inside = (gap(start + side * near.exp()) >= 0) & (gap(start + side * far.exp()) <= 0)
+    if not bool(inside.all()):
+        wrong = target.expand_as(inside)[~inside].reshape(-1)[0]
+        raise ValueError(
+            f"{name} must be a value that the transform takes outside of the support "
+            f"[{known.support[0]:.6g}, {known.support[1]:.6g}], and not 0, got {float(wrong):.6g}"
+        )
     for _ in range(TUNING.bisections):
         middle = 0.5 * (near + far)
         above = gap(start + side * middle.exp()) > 0

@@ -13,10 +13,18 @@ from scipy.optimize import brentq
 from scipy.special import chdtri
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_finite, check_range
+from ritz._core.checks import (
+    check_count,
+    check_finite,
+    check_positive,
+    check_range,
+    check_type,
+    is_below,
+)
 from ritz.rmt._laws import Law
 from ritz.rmt._transforms import Measure, as_measure
-from ritz.rmt.quadratic import IterateMoments
+from ritz.rmt.diffusion import check_covariance, check_start, positive_definite
+from ritz.rmt.quadratic import IterateMoments, per_direction
 
 
 class Krylov(NamedTuple):
@@ -59,6 +67,7 @@ def lanczos_error(
     Reference: *Spectral Machine Learning*, Theorem 4; Kaniel (1966), Paige (1971), Saad (1980).
     """
     _check_order(largest, second, smallest)
+    check_count("num_steps", num_steps)
     factors = krylov_factors((largest - smallest) / (second - smallest), num_steps=num_steps)
     return (largest - smallest) * _tangent(overlap) * float(factors.lanczos)
 
@@ -136,6 +145,7 @@ def smoothing_bias(measure: Measure, degree: int, *, kernel: Law) -> float:
     degrees too.
     """
     check_count("degree", degree, low=0)
+    check_type("kernel", kernel, Law, "a law such as Normal(variance=0.01)")
     if abs(kernel.moment(1)) > 1e-12 * math.sqrt(kernel.moment(2)):
         raise ValueError(f"kernel must have mean zero, got {kernel.moment(1):.6g}")
     known = as_measure(measure)
@@ -164,7 +174,9 @@ def moment_correction(degree: int, size: int, *, bound: float, stddev: float) ->
     """
     check_count("degree", degree)
     check_count("size", size)
-    check_range("stddev", stddev, low=0.0, high=bound)
+    check_positive("bound", bound)
+    check_positive("stddev", stddev)
+    check_range("stddev", stddev, high=bound)
     return bound**2 * degree**6 / (2 * stddev**2 * size)
 
 
@@ -200,8 +212,8 @@ def probes_needed(size: int, *, condition: float, rtol: float) -> int:
         condition: Its condition number, or that of the function of it whose trace is wanted.
         rtol: Standard error over the trace.
     """
-    if rtol <= 0 or math.isnan(rtol):
-        raise ValueError(f"rtol must be positive, got {rtol}")
+    # Below 1e-150 the number of probes would not be finite.
+    check_range("rtol", rtol, low=1e-150)
     return max(1, math.ceil(probe_variance(size, condition=condition) / rtol**2))
 
 
@@ -275,6 +287,7 @@ def squared_norm(moments: IterateMoments) -> Spread:
 
     Reference: *Spectral Machine Learning*, Theorem 18, with the moments that are exact.
     """
+    check_type("moments", moments, IterateMoments, "a result of rmt.quadratic")
     mean, v = moments.mean.square(), moments.variance
     return Spread(float((mean + v).sum()), math.sqrt(float((2 * v * v + 4 * mean * v).sum())))
 
@@ -286,6 +299,12 @@ def expected_loss(moments: IterateMoments, eigenvalues: Tensor) -> float:
         moments: As in :func:`squared_norm`.
         eigenvalues: Eigenvalues :math:`\lambda_i` of the quadratic, ``(d,)``.
     """
+    check_type("moments", moments, IterateMoments, "a result of rmt.quadratic")
+    check_type("eigenvalues", eigenvalues, Tensor, "a tensor")
+    if eigenvalues.shape != moments.mean.shape:
+        raise ValueError(
+            f"eigenvalues must be ({len(moments.mean)},), got {tuple(eigenvalues.shape)}"
+        )
     values = eigenvalues.double()
     return 0.5 * float(values @ (moments.mean.square() + moments.variance))
 
@@ -303,9 +322,10 @@ def iterate_loss(eigenvalues: Tensor, *, noise: Tensor | float, rate: float) -> 
     Reference: *Spectral Machine Learning*, equation 7.26; Martens (2014).
     """
     values = _eigenvalues(eigenvalues)
-    if not (rate > 0 and rate * float(values.max()) < 2):
+    check_positive("rate", rate)
+    if not rate * float(values.max()) < 2:
         raise ValueError(f"rate must lie between 0 and 2/{float(values.max()):.6g}, got {rate}")
-    sigma = torch.as_tensor(noise, dtype=torch.float64)
+    sigma = per_direction("noise", noise, values, low=0.0)
     return rate / 4 * float((sigma / (1 - rate / 2 * values)).sum())
 
 
@@ -325,8 +345,9 @@ def average_loss(eigenvalues: Tensor, *, noise: Tensor | float, num_steps: int) 
     methods*, Table 1.
     """
     check_count("num_steps", num_steps)
-    sigma = torch.as_tensor(noise, dtype=torch.float64)
-    return float((sigma / _eigenvalues(eigenvalues)).sum()) / (2 * num_steps + 2)
+    values = _eigenvalues(eigenvalues)
+    sigma = per_direction("noise", noise, values, low=0.0)
+    return float((sigma / values).sum()) / (2 * num_steps + 2)
 
 
 def break_even_rate(eigenvalues: Tensor, *, num_steps: int, noise: Tensor | float = 1.0) -> float:
@@ -344,12 +365,20 @@ def break_even_rate(eigenvalues: Tensor, *, num_steps: int, noise: Tensor | floa
     Reference: *Spectral Machine Learning*, Theorem 19.
     """
     goal = average_loss(eigenvalues, noise=noise, num_steps=num_steps)
+    if not goal > 0:
+        raise ValueError("noise must be positive in some direction, got zero in all")
     edge = 2 / float(_eigenvalues(eigenvalues).max())
-    root = brentq(
-        lambda rate: iterate_loss(eigenvalues, noise=noise, rate=rate) - goal,
-        edge * 1e-15, edge * (1 - 1e-12), xtol=1e-300, rtol=1e-14,
-    )  # fmt: skip
-    return float(root)
+
+    def gap(rate: float) -> float:
+        return iterate_loss(eigenvalues, noise=noise, rate=rate) - goal
+
+    low, high = edge * 1e-15, edge * (1 - 1e-12)
+    if not gap(low) < 0 < gap(high):
+        raise ValueError(
+            f"eigenvalues and num_steps must have their break-even between {low:.3g} and "
+            f"{high:.3g}, to float64: the flattest direction dominates the average"
+        )
+    return float(brentq(gap, low, high, xtol=1e-300, rtol=1e-14))
 
 
 def dependent_average_variance(covariances: Tensor, *, eigenvalue: float, num_steps: int) -> float:
@@ -369,7 +398,11 @@ def dependent_average_variance(covariances: Tensor, *, eigenvalue: float, num_st
     Reference: *Iterate averaged adaptive gradient methods*, section 4.
     """
     check_count("num_steps", num_steps)
+    check_type("covariances", covariances, Tensor, "a tensor")
     check_finite("covariances", covariances)
+    check_positive("eigenvalue", eigenvalue)
+    if covariances.ndim != 1 or not len(covariances):
+        raise ValueError(f"covariances must be (k,), got {tuple(covariances.shape)}")
     gamma = covariances.double()[:num_steps]
     lags = torch.arange(len(gamma), dtype=torch.float64)
     # Both signs of the lag, except for lag 0
@@ -392,7 +425,10 @@ def preconditioned_iterate_loss(preconditioner: Tensor, *, noise: Tensor, rate: 
 
     Reference: *Spectral Machine Learning*, section 7.6; Martens (2014).
     """
-    return rate / 2 * float(torch.linalg.solve(preconditioner.double(), noise.double()).trace())
+    check_positive("rate", rate)
+    B = positive_definite("preconditioner", preconditioner)
+    S = check_covariance("noise", noise, B)
+    return rate / 2 * float(torch.linalg.solve(B, S).trace())
 
 
 def preconditioned_average_loss(
@@ -424,7 +460,20 @@ def preconditioned_average_loss(
 
     Reference: *Spectral Machine Learning*, equations 7.38 to 7.40; Martens (2014).
     """
-    H, B, S, w = (x.double() for x in (hessian, preconditioner, noise, start))
+    check_count("num_steps", num_steps)
+    check_positive("rate", rate)
+    H = positive_definite("hessian", hessian)
+    B = positive_definite("preconditioner", preconditioner)
+    if B.shape != H.shape:
+        raise ValueError(f"preconditioner must be {tuple(H.shape)}, got {tuple(B.shape)}")
+    S, w = check_covariance("noise", noise, H), check_start(start, H)
+    # alpha H <= B is alpha times the largest eigenvalue of B^-1 H <= 1.
+    factor = torch.linalg.cholesky(B)
+    half = torch.linalg.solve_triangular(factor, H, upper=False)
+    scaled = torch.linalg.solve_triangular(factor, half.T, upper=False)
+    limit = 1 / float(torch.linalg.eigvalsh(scaled)[-1])
+    if not is_below(rate, limit * (1 + 1e-9)):
+        raise ValueError(f"rate must be at most {limit:.6g}, where rate * H <= B, got {rate}")
     count = num_steps + 1
     noisy = min(float(torch.linalg.solve(H, S).trace()) / count,
                 preconditioned_iterate_loss(B, noise=S, rate=rate))  # fmt: skip
@@ -452,6 +501,9 @@ def regret(*, distance: float, noise: float, rate: float, num_steps: int) -> flo
     Reference: *Spectral Machine Learning*, equation 7.14.
     """
     check_count("num_steps", num_steps)
+    check_positive("rate", rate)
+    check_positive("distance", distance, zero=True)
+    check_positive("noise", noise, zero=True)
     return distance**2 / (2 * rate * num_steps) + rate * noise**2
 
 
@@ -471,10 +523,15 @@ def optimal_rate(*, smoothness: float, distance: float, noise: float, num_steps:
     methods*, appendix E.
     """
     check_count("num_steps", num_steps)
+    check_positive("smoothness", smoothness)
+    check_positive("distance", distance)
+    check_positive("noise", noise, zero=True)
     return 1 / (smoothness + noise * math.sqrt(num_steps) / distance)
 
 
 def _check_order(largest: float, second: float, smallest: float) -> None:
+    for name, value in (("largest", largest), ("second", second), ("smallest", smallest)):
+        check_range(name, value)
     if not largest >= second > smallest:
         raise ValueError(f"largest, second and smallest must descend, got {largest}, {second} and "
                          f"{smallest}")  # fmt: skip
@@ -482,11 +539,13 @@ def _check_order(largest: float, second: float, smallest: float) -> None:
 
 def _tangent(overlap: float) -> float:
     """Return the squared tangent of an angle from its cosine."""
-    check_range("overlap", overlap, low=math.ulp(0.0), high=1.0)
+    # The square of a smaller cosine would be zero.
+    check_range("overlap", overlap, low=1e-150, high=1.0)
     return 1 / overlap**2 - 1
 
 
 def _eigenvalues(values: Tensor) -> Tensor:
-    if not (isinstance(values, Tensor) and bool((values > 0).all())):
-        raise ValueError(f"eigenvalues must be a tensor of positive numbers, got {values}")
-    return values.double()
+    positive = isinstance(values, Tensor) and values.ndim == 1 and len(values) > 0
+    if not (positive and bool(((values > 0) & (values < math.inf)).all())):
+        raise ValueError(f"eigenvalues must be a tensor (d,) of positive numbers, got {values}")
+    return values.detach().double()

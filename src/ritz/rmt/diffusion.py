@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_finite, check_range
+from ritz._core.checks import check_count, check_finite, check_positive, check_range, check_type
+from ritz._core.density import as_points
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
 
@@ -58,11 +59,12 @@ def decaying_rates(curvature: Tensor, *, num_steps: int, offset: float | None = 
         curvature: :math:`A`, ``(d, d)``.
         num_steps: Number of rates, ``k`` from 0.
         offset: :math:`\gamma`. Defaults to the smallest for which no rate exceeds
-            :math:`1/\lambda_{\max}`, twice the condition number.
+            :math:`1/\lambda_{\max}`, twice the condition number. A smaller one is an error, as
+            the theorem does not hold for it.
     """
     check_count("num_steps", num_steps)
-    values = torch.linalg.eigvalsh(_matrices(curvature)[0])
-    gamma = 2 * float(values[-1] / values[0]) if offset is None else offset
+    values = torch.linalg.eigvalsh(positive_definite("curvature", curvature))
+    gamma = _offset(values, offset)
     # The first rate is 2 / (gamma lambda_min): 1/lambda_max for the default.
     steps = torch.arange(num_steps, dtype=torch.float64)
     rates: Tensor = 2 / ((steps + gamma) * values[0])
@@ -92,9 +94,9 @@ def loss_bound(
     Reference: Theorem 4.1.
     """
     check_count("step", step, low=0)
-    A = _matrices(curvature)[0]
-    values, theta = torch.linalg.eigvalsh(A), start.double()
-    gamma = 2 * float(values[-1] / values[0]) if offset is None else offset
+    A = positive_definite("curvature", curvature)
+    values, theta = torch.linalg.eigvalsh(A), check_start(start, A)
+    gamma = _offset(values, offset)
     # nu, and the induction E L_{k+1} <= (1 - alpha_k lambda_min) E L_k + alpha_k^2 tr(C'AC) / 2
     first = 2 * noise_cost(A, factor) / float(values[0]) ** 2
     return max(first, 0.5 * gamma * float(theta @ A @ theta)) / (step + gamma)
@@ -122,10 +124,10 @@ def expected_losses(
     A, C = _matrices(curvature, factor)
     # In the eigenbasis tr A S = sum_i lambda_i S_ii, and the diagonal of S follows from itself.
     values, vectors = torch.linalg.eigh(A)
-    second = (vectors.T @ start.double()).square()
+    second = (vectors.T @ check_start(start, A)).square()
     noise = (vectors.T @ C).square().sum(1)
     losses = [0.5 * values @ second]
-    for rate in torch.as_tensor(rates, dtype=torch.float64).tolist():
+    for rate in _rates(rates):
         second = (1 - rate * values).square() * second + rate**2 * noise
         losses.append(0.5 * values @ second)
     return torch.stack(losses)
@@ -153,8 +155,8 @@ def simulate(
     check_count("num_paths", num_paths)
     A, C = _matrices(curvature, factor)
     generator = resolve_generator(generator)
-    theta = start.double().expand(num_paths, -1).clone()
-    for rate in torch.as_tensor(rates, dtype=torch.float64).tolist():
+    theta = check_start(start, A).expand(num_paths, -1).clone()
+    for rate in _rates(rates):
         shape = (num_paths, C.shape[1])
         drawn = torch.randn(
             shape, generator=generator, dtype=torch.float64, device=generator.device
@@ -193,7 +195,7 @@ def ornstein_uhlenbeck(
     Reference: Appendix B, equation 15.
     """
     check_range("time", time, low=0.0)
-    check_range("rate", rate, low=0.0)
+    check_positive("rate", rate, zero=True)
     A, C = _matrices(curvature, factor)
     values, vectors = torch.linalg.eigh(A)
     rotated = vectors.T @ C
@@ -202,7 +204,7 @@ def ornstein_uhlenbeck(
     # expm1, since 1 - exp(-x) cancels for small times
     growth = -torch.expm1(-sums * time) / sums
     covariance = vectors @ (rate * (rotated @ rotated.T) * growth) @ vectors.T
-    theta = torch.zeros_like(values) if start is None else start.double()
+    theta = torch.zeros_like(values) if start is None else check_start(start, A)
     mean = vectors @ (torch.exp(-values * time) * (vectors.T @ theta))
     return Gaussian(mean=mean, covariance=0.5 * (covariance + covariance.T))
 
@@ -240,6 +242,12 @@ def hellinger(first: Gaussian, second: Gaussian) -> float:
 
     Reference: Appendix B, equations 14 and 16.
     """
+    for name, gaussian in (("first", first), ("second", second)):
+        check_type(name, gaussian, Gaussian, "a Gaussian")
+        if log_determinant(gaussian) == -math.inf:
+            raise ValueError(f"{name} must have a positive definite covariance, got a singular one")
+    if first.mean.shape != second.mean.shape:
+        raise ValueError(f"second must have {len(first.mean)} dimensions, got {len(second.mean)}")
     middle = 0.5 * (first.covariance + second.covariance)
     gap = first.mean - second.mean
     # The exponent of 1 - exp(...), so that small distances keep their digits
@@ -249,17 +257,64 @@ def hellinger(first: Gaussian, second: Gaussian) -> float:
     return -math.expm1(min(exponent, 0.0))
 
 
-def _matrices(curvature: Tensor, factor: Tensor | None = None) -> list[Tensor]:
-    A = curvature.detach().double()
-    check_finite("curvature", A)
-    if A.ndim != 2 or A.shape[0] != A.shape[1] or not torch.allclose(A, A.T):
-        raise ValueError(f"curvature must be symmetric, got {tuple(A.shape)}")
+def positive_definite(name: str, matrix: Tensor) -> Tensor:
+    """Return a symmetric positive definite matrix in float64, checked."""
+    A = _square(name, matrix)
     if not float(torch.linalg.eigvalsh(A)[0]) > 0:
-        raise ValueError("curvature must be positive definite")
-    if factor is None:
-        return [A]
+        raise ValueError(f"{name} must be positive definite")
+    return A
+
+
+def check_covariance(name: str, matrix: Tensor, like: Tensor) -> Tensor:
+    """Return a symmetric matrix of the shape of another in float64, checked."""
+    S = _square(name, matrix)
+    if S.shape != like.shape:
+        raise ValueError(f"{name} must be {tuple(like.shape)}, got {tuple(S.shape)}")
+    return S
+
+
+def check_start(start: Tensor, like: Tensor) -> Tensor:
+    """Return a start of as many entries as a matrix has rows, in float64, checked."""
+    check_type("start", start, Tensor, "a tensor")
+    if start.shape != like.shape[:1]:
+        raise ValueError(f"start must be ({len(like)},), got {tuple(start.shape)}")
+    check_finite("start", start)
+    return start.detach().double()
+
+
+def _square(name: str, matrix: Tensor) -> Tensor:
+    check_type(name, matrix, Tensor, "a tensor")
+    A = matrix.detach().double()
+    check_finite(name, A)
+    if A.ndim != 2 or A.shape[0] != A.shape[1] or not torch.allclose(A, A.T):
+        raise ValueError(f"{name} must be symmetric, got {tuple(A.shape)}")
+    return A
+
+
+def _matrices(curvature: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    A = positive_definite("curvature", curvature)
+    check_type("factor", factor, Tensor, "a tensor")
+    # C may have fewer or more columns than rows: only CC' matters.
     C = factor.detach().double()
     check_finite("factor", C)
     if C.ndim != 2 or len(C) != len(A):
         raise ValueError(f"factor must be ({len(A)}, r), got {tuple(C.shape)}")
-    return [A, C]
+    return A, C
+
+
+def _offset(values: Tensor, offset: float | None) -> float:
+    # The first rate 2 / (gamma lambda_min) must not exceed 1 / lambda_max.
+    least = 2 * float(values[-1] / values[0])
+    if offset is None:
+        return least
+    check_positive("offset", offset)
+    check_range("offset", offset, low=least * (1 - 1e-12))
+    return offset
+
+
+def _rates(rates: Sequence[float] | Tensor) -> list[float]:
+    values = as_points(rates, "rates")
+    check_finite("rates", values)
+    if values.ndim != 1 or bool((values < 0).any()):
+        raise ValueError("rates must be one learning rate per step, at least 0")
+    return [float(rate) for rate in values]

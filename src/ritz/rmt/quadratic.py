@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_count, check_finite, check_range
+from ritz._core.density import as_points
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
 
@@ -273,9 +274,11 @@ class _System:
         check_count("num_steps", num_steps, low=interval)
         values = eigenvalues.detach().double().reshape(-1)
         check_finite("eigenvalues", values)
-        alpha = _like("rate", rate, values, low=0.0)
-        self.start = _like("start", start, values)
-        self.step_variance = alpha.square() * _like("noise", noise, values, low=0.0)
+        if not len(values):
+            raise ValueError("eigenvalues must not be empty")
+        alpha = per_direction("rate", rate, values, low=0.0)
+        self.start = per_direction("start", start, values)
+        self.step_variance = alpha.square() * per_direction("noise", noise, values, low=0.0)
         self.interval = interval
         self.x = alpha * values
         # log |1 - x| by log1p: 1 - x would lose the digits of x near 0, and those of 2 - x near 2.
@@ -333,8 +336,11 @@ class _System:
         return IterateMoments(mean=mean, variance=variance)
 
 
-def _like(name: str, value: float | Tensor, like: Tensor, low: float | None = None) -> Tensor:
-    tensor = torch.as_tensor(value, dtype=torch.float64, device=like.device).detach()
+def per_direction(
+    name: str, value: float | Tensor, like: Tensor, low: float | None = None
+) -> Tensor:
+    """Return a number or one number per direction as a float64 tensor ``(d,)``, checked."""
+    tensor = as_points(value, name).detach().to(like.device)
     check_finite(name, tensor)
     if tensor.ndim > 1 or tensor.numel() not in (1, like.numel()):
         raise ValueError(f"{name} must be a number or ({like.numel()},), got {tuple(tensor.shape)}")

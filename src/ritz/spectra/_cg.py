@@ -113,7 +113,7 @@ def solve(
         initial: Start, of the shape of ``b``. Defaults to zero.
         stop: Called after each step with :math:`\frac12 x^\top A x - b^\top x` of every column,
             ``(k,)``; the run ends when it returns true.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
         NotPositiveDefiniteError: A direction ``p`` has :math:`p^\top A p \le 0`.
@@ -275,8 +275,8 @@ def _check_conjugate(p: Tensor, image: Tensor, q: Tensor, image_of_q: Tensor) ->
     size = torch.stack(sizes).amax(0).sqrt()
     if not is_below(gap, torch.finfo(q.dtype).eps ** 0.5 * size):
         raise ValueError(
-            "op must be symmetric and the same in every call: the first two directions are "
-            f"conjugate by one product, but {float((gap / size).max()):.2g} off by the other"
+            "op must be symmetric and the same in every call: for the first two directions p and "
+            f"q, q'(Ap) is 0 but p'(Aq) is {float((gap / size).max()):.2g}, relative to the norms"
         )
 
 

@@ -145,7 +145,10 @@ class SmoothedDensity(SampledDensity):
         return NO_ATOMS
 
     def moment(self, degree: int) -> float:
-        r"""Return :math:`\sum_j \binom{m}{2j} \sigma^{2j} (2j-1)!! \mu_{m-2j}`, a power's mean."""
+        r"""Return the mean of a power.
+
+        .. math:: \sum_j \binom{m}{2j} \sigma^{2j} (2j-1)!! \mu_{m-2j}
+        """
         terms = (
             math.comb(degree, 2 * j)
             * self.width ** (2 * j)

@@ -15,7 +15,7 @@ from ritz._core.sampling import ROUNDOFF, column_dots
 from ritz.operators import KernelOperator, LinearOperator, OperatorLike, as_operator
 from ritz.spectra._cg import cholesky_factor, factor_roundoff, solve
 from ritz.spectra._functions import logdet
-from ritz.spectra._gradients import (
+from ritz.spectra._logdet_gradient import (
     LowRankPreconditioner,
     differentiable,
     exact_gradient,

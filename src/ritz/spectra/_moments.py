@@ -98,7 +98,7 @@ def moments(
             operator.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
         ValueError: The interval does not contain the spectrum, or the operator is not symmetric.
@@ -204,8 +204,8 @@ def _check_symmetric(op: LinearOperator, block: Tensor, second: Tensor, doubled:
     gap = (column_dots(block, second) - doubled).abs() / scale
     if not is_below(gap, torch.finfo(op.dtype).eps ** 0.5):
         raise ValueError(
-            f"op must be symmetric and deterministic, got products that are not: two values of the "
-            f"second moment differ by {float(gap.max()):.2g}"
+            f"op must be symmetric and deterministic, but two computations of its second moment "
+            f"differ by {float(gap.max()):.2g}"
         )
 
 

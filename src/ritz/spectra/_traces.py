@@ -70,7 +70,7 @@ def trace(
         max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
         probe: ``rademacher`` or ``gaussian``, for ``hutchinson`` and ``hutch++``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Hutchinson (1990); Meyer, Musco, Musco and Woodruff (2021); Epperly, Tropp and
     Webber (2024).
@@ -116,7 +116,7 @@ def frobenius_norm(
         max_probes: Maximum number of probes with ``rtol``.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     op, generator = as_operator(op), resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, probe=probe)
@@ -332,7 +332,7 @@ def diagonal(
             operator.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Bekas, Kokiopoulou and Saad (2007).
     """

@@ -4,12 +4,17 @@ A study compares its result with the published tables and figures in ``evidence(
 returns a list of :class:`Evidence`. :func:`evidence` collects the rows of all saved results.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
+from ritz._core.checks import is_below
+from ritz._core.results import format_uncertain, stderr
 from ritz._core.storage import load
 from ritz.studies._protocol import find
 
@@ -49,6 +54,33 @@ class Evidence:
     why: str = ""
 
 
+def spread(values: Tensor) -> str:
+    """Return mean and standard error of the values that are not NaN as text; a dash for none."""
+    found = values[values.isfinite()]
+    if not len(found):
+        return "-"
+    # One run has no spread, and equal runs have none.
+    error = float(stderr(found)) if len(found) > 1 else 0.0
+    return format_uncertain(float(found.mean()), error) if error else f"{float(found[0]):.5g}"
+
+
+def signed(differences: Tensor, sign: int) -> dict[str, Any]:
+    """Return verdict and reason for differences within each seed, whose sign was published.
+
+    Args:
+        differences: By seed; the scatter between seeds cancels in them.
+        sign: -1, 1, or 0 if they were published to be about zero.
+    """
+    mean, error = float(differences.mean()), float(stderr(differences))
+    # A difference counts from two standard errors on; NaN does not count.
+    measured = int(math.copysign(1, mean)) if is_below(2 * error, abs(mean)) else 0
+    verdict: Verdict = "agrees" if measured == sign else "differs"
+    why = "no difference beyond two standard errors" if measured == 0 != sign else ""
+    if sign == 0 and measured:
+        why = "lower" if measured < 0 else "higher"
+    return {"verdict": verdict, "why": why}
+
+
 def evidence(folder: str | os.PathLike[str]) -> str:
     """Return a page of Markdown: the evidence in all saved results of studies in a folder."""
     rows: dict[str, list[str]] = {key: [] for key in PAPERS}
@@ -57,6 +89,7 @@ def evidence(folder: str | os.PathLike[str]) -> str:
         result = load(path)
         study: Any = find(type(result).__module__.rpartition(".")[2])
         sources.append(f"| `{path.name}` | `{_command(result)}` | {_origin(result)} |")
+        # A study that reproduces no published figure has no rows, but its result is listed.
         for row in getattr(study, "evidence", lambda result: [])(result):
             rows[row.paper].append(_line(row, path.stem))
     return "\n".join([*_tables(rows), *_sources(sources)]) + "\n"
@@ -104,5 +137,6 @@ def _text(value: Any) -> str:
 
 def _origin(result: Any) -> str:
     known = result.versions
+    # Older results have fewer facts.
     parts = [known.get("date"), known.get("machine"), f"torch {known['torch']}"]
     return ", ".join(part for part in parts if part)

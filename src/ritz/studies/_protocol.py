@@ -18,6 +18,7 @@ import datetime
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import pkgutil
 import platform
@@ -86,8 +87,10 @@ def configure(config: C | type[C], overrides: Mapping[str, str]) -> C:
         >>> configure(Config, {"size": "2_000", "steps": "5,15,30"})
         Config(size=2000, steps=(5, 15, 30))
     """
+    # The class stands for its defaults.
     base = config() if isinstance(config, type) else config
     kinds = typing.get_type_hints(type(base))
+    # A registry suggests similar names for an unknown one.
     fields = Registry[Any]("field of the configuration")
     for field in dataclasses.fields(base):  # type: ignore[arg-type]
         fields.register(field.name)(kinds[field.name])
@@ -111,6 +114,7 @@ def run(
     progress: bool | Progress = False,
 ) -> Any:
     """Return the result of a study. Finished parts are saved in ``folder`` until :func:`write`."""
+    # Studies of seconds have nothing to resume.
     if "state" not in inspect.signature(study.run).parameters:
         return study.run(config, progress=progress)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -212,13 +216,40 @@ def compute_cells(
         label: Label of the progress bar.
         config: The configuration. A saved state of another one is refused.
         state: Path where finished cells are saved, and read when the study is run again.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     finished = Parts(Journal(state, {"config": repr(config)}))
     return {
         name: finished.get(name, lambda state, cell=cell: compute(cell))
         for name, cell in track(cells.items(), label, progress)
     }
+
+
+def compute_by_seed(
+    compute: Callable[[str, int], Tensor],
+    names: Iterable[str],
+    *,
+    config: Any,
+    state: StatePath = None,
+    progress: bool | Progress = False,
+) -> Tensor:
+    """Return ``compute(name, seed)`` for every seed and name, ``(num_seeds, names, ...)``.
+
+    Args:
+        compute: Returns the numbers of one run.
+        names: Names of the runs of every seed.
+        config: The configuration, with ``seed`` and ``num_seeds``.
+        state: Path where finished runs are saved; see :func:`compute_cells`.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
+    """
+    seeds = range(config.seed, config.seed + config.num_seeds)
+    # All runs of one seed first, so that an unfinished table compares runs.
+    cells = {f"{name} {seed}": (name, seed) for seed, name in itertools.product(seeds, names)}
+    runs = compute_cells(
+        lambda cell: compute(*cell), cells, "runs", config=config, state=state, progress=progress
+    )
+    table: Tensor = torch.stack(list(runs.values())).unflatten(0, (len(seeds), -1))
+    return table
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -3,11 +3,13 @@
 After Granziol et al. (2020), *Explaining the Adaptive Generalisation Gap*, Fig. 2, 3, 5 and Table
 2, and *Spectral Machine Learning*, Fig. 4.2b. Three parts:
 
-* ``lopt``: logistic regression on 1,000 digits by damped Newton steps in the Krylov space, whose
-  sharp directions are slowed down by a factor. Training and test error against the damping.
-* ``grid``: a network trained by optimisers with a damping, over learning rates and dampings, beside
-  SGD: errors, and the largest eigenvalue at the end.
-* ``newton``: Lanczos-Newton steps beside Adam and SGD, at equal epochs and at equal time.
+* ``lopt``: logistic regression on 1,000 digits by damped Newton steps in the Krylov space. A factor
+  ``eta`` makes the steps along sharp directions smaller. The table has training and test error by
+  damping and factor.
+* ``grid``: a network trained by an optimiser with damping, for several learning rates and dampings,
+  and by SGD. The table has the errors, and the largest eigenvalue at the end.
+* ``newton``: Lanczos-Newton steps compared with Adam and SGD, after the same number of epochs and
+  after the same time.
 
 All methods have the same samples and initial weights for each seed.
 """
@@ -15,7 +17,7 @@ All methods have the same samples and initial weights for each seed.
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
@@ -27,7 +29,6 @@ from torch.nn.functional import cross_entropy
 from ritz import data, models, plots
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress
-from ritz._core.registry import Registry
 from ritz._core.results import stderr
 from ritz.curvature import Risk, hessian
 from ritz.data import Augmentation
@@ -35,11 +36,12 @@ from ritz.optim import LanczosNewton
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs
 from ritz.studies._evidence import Evidence
-from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track
+from ritz.studies._protocol import StudyResult, check_minimums, column, record, seeded, track
 from ritz.training import fit
 
 Part = Literal["lopt", "grid", "newton"]
 PARTS = get_args(Part)
+SizeName = Literal["smoke", "small", "gpu", "paper"]
 
 
 # ------------------------------------------------------------------------------------------
@@ -61,28 +63,26 @@ class Grid:
     settings: Mapping[str, Any]
 
 
-# Optimisers by the name that ``fit`` knows. Fig. 5: dampings from Adam's epsilon up to 0.0075.
-GRIDS: Registry[Grid] = Registry("optimizer of the grid")
-GRIDS.register("damped_adamw")(
-    Grid(
+# By the names of optimisers that ``fit`` knows.
+GRIDS = {
+    # Fig. 5: dampings from Adam's epsilon up to 0.0075.
+    "damped_adamw": Grid(
         rates=(4e-4, 1e-3, 4e-3),
         deltas=(1e-8, 4e-4, 1e-3, 8e-3, 0.1),
         settings={"weight_decay": 0.0},
-    )
-)
-# Fig. 4 and Table 2, right: a constant ratio of damping and rate is a diagonal of the grid.
-# Inverses every 100 steps and momentum as in Spectral Machine Learning, section 5.8.2.
-GRIDS.register("kfac")(
-    Grid(
+    ),
+    # Fig. 4 and Table 2, right: a constant ratio of damping and rate is a diagonal of the grid.
+    # Inverses every 100 steps and momentum as in Spectral Machine Learning, section 5.8.2.
+    "kfac": Grid(
         rates=(1e-3, 1e-2, 0.1),
         deltas=(0.01, 0.1, 1.0),
         settings={"momentum": 0.9, "inverse_every": 100},
-    )
-)
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class Setup:
     """Data, networks and lengths of the runs.
 
     Attributes:
@@ -94,12 +94,12 @@ class Size:
         deltas: Dampings.
         etas: Factors of the sharp directions.
         network: The network of the grid and its options.
-        images: Data of the network, and how many of them are trained on (0: all).
+        images: Data set of the network, and its number of training samples (0 for all).
         augmentation: Augmentation of these images.
-        batch_size: Batch size.
+        batch_size: Batch setup.
         num_epochs: Epochs of the grid.
         newton_epochs: Epochs of the second-order runs.
-        longer: Times as many epochs for Adam and SGD, so that they take as much time.
+        longer: Factor of the epochs of Adam and SGD, so that they take about as much time.
         curvature_samples: Training samples on which the largest eigenvalue is measured.
     """
 
@@ -127,19 +127,19 @@ _VGG: dict[str, Any] = {
     "batch_size": 128,
     "curvature_samples": 8192,
 }
-SIZES = {
+SETUPS: dict[SizeName, Setup] = {
     # Seconds, without any files: what the tests run.
-    "smoke": Size(
+    "smoke": Setup(
         data="digits", num_train=60, num_vectors=8, num_steps=6, deltas=(0.1, 1.0),
         etas=(1.0, 10.0), network=("mlp", {"hidden": 8}), images=("digits", 80), num_epochs=2,
         newton_epochs=2, longer=2, curvature_samples=40,
     ),
     # Minutes on two cores.
-    "small": Size(),
+    "small": Setup(),
     # A VGG-16 in a quarter of an hour on a GPU.
-    "gpu": Size(**_VGG, num_steps=2000, interval=1, num_epochs=4, newton_epochs=2),
+    "gpu": Setup(**_VGG, num_steps=2000, interval=1, num_epochs=4, newton_epochs=2),
     # The sizes of the papers, as far as they say; the number of LOPT steps is not published.
-    "paper": Size(**_VGG, num_steps=2000, interval=1, num_epochs=300, newton_epochs=100),
+    "paper": Setup(**_VGG, num_steps=2000, interval=1, num_epochs=300, newton_epochs=100),
 }  # fmt: skip
 
 
@@ -148,7 +148,7 @@ class Config:
     """Size of the study and number of the runs.
 
     Attributes:
-        size: ``smoke``, ``small``, ``gpu`` or ``paper``; see ``SIZES``.
+        size: ``smoke``, ``small``, ``gpu`` or ``paper``; see ``SETUPS``.
         parts: Parts to run.
         optimizers: Optimisers of the grid; see ``GRIDS``.
         rates: Learning rates of the grid. Defaults to those of ``GRIDS``.
@@ -159,7 +159,7 @@ class Config:
         data_dir: Folder of the data sets. Defaults to ``RITZ_DATA``.
     """
 
-    size: Literal["smoke", "small", "gpu", "paper"] = "small"
+    size: SizeName = "small"
     parts: tuple[Part, ...] = PARTS
     optimizers: tuple[str, ...] = ("damped_adamw",)
     rates: tuple[float, ...] | None = None
@@ -170,18 +170,20 @@ class Config:
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("size", self.size, tuple(SIZES))
+        check_choice("size", self.size, tuple(SETUPS))
         check_minimums(self, num_seeds=1, seed=0)
         for part in self.parts:
             check_choice("parts", part, PARTS)
         for name in self.optimizers:
-            self.grid(name)  # raises for an unknown name
+            check_choice("optimizers", name, GRIDS)
 
     def grid(self, name: str) -> Grid:
         """Return the rates and dampings of an optimiser."""
         known = GRIDS[name]
-        rates, deltas = self.rates or known.rates, self.deltas or known.deltas
-        return Grid(rates=rates, deltas=deltas, settings=known.settings)
+        return replace(known, rates=self.rates or known.rates, deltas=self.deltas or known.deltas)
+
+
+SIZES = {name: Config(size=name) for name in SETUPS}
 
 
 @record
@@ -213,23 +215,20 @@ class Result(StudyResult[Config]):
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the results of all parts."""
-    size, began = SIZES[config.size], time.process_time()
+    setup, began = SETUPS[config.size], time.process_time()
+    # Parts that are not run have empty results.
     empty, seconds = torch.zeros(0), dict[str, float]()
     results: dict[str, Any] = {"lopt": (empty, empty), "grid": ({}, empty), "newton": {}}
     for part, call in (("lopt", _lopt), ("grid", _grid), ("newton", _newton)):
         if part in config.parts:
-            results[part] = call(config, size, progress)
+            results[part] = call(config, setup, progress)
             seconds[part] = time.process_time() - began
             began = time.process_time()
+    (lopt, descent), (grids, sgd) = results["lopt"], results["grid"]
     return Result(
-        config=config,
-        lopt=results["lopt"][0],
-        descent=results["lopt"][1],
-        grids=results["grid"][0],
-        sgd=results["grid"][1],
-        curves=results["newton"],
+        config=config, lopt=lopt, descent=descent, grids=grids, sgd=sgd, curves=results["newton"],
         seconds=seconds,
-    )
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------
@@ -238,26 +237,29 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 RATE = 0.01  # Fig. 2 and 3
 
 
-def _lopt(config: Config, size: Size, progress: bool | Progress) -> tuple[Tensor, Tensor]:
-    sets: Any = data.load(size.data, data_dir=config.data_dir)
+def _lopt(config: Config, setup: Setup, progress: bool | Progress) -> tuple[Tensor, Tensor]:
+    sets: Any = data.load(setup.data, data_dir=config.data_dir)
     count = config.num_seeds
-    errors = torch.zeros(2, count, len(size.deltas), len(size.etas), dtype=torch.float64)
+    errors = torch.zeros(2, count, len(setup.deltas), len(setup.etas), dtype=torch.float64)
     descent = torch.zeros(2, count, dtype=torch.float64)
-    pairs = [None, *product(enumerate(size.deltas), enumerate(size.etas))]
+    pairs = [None, *product(enumerate(setup.deltas), enumerate(setup.etas))]
     runs = list(product(range(count), pairs))
     for seed, pair in track(runs, "convex runs", progress):
         if pair is None:
-            descent[:, seed] = _convex_run(sets, size, config.seed + seed, None)
+            descent[:, seed] = _convex_run(sets, setup, config.seed + seed, None)
             continue
         (i, delta), (j, eta) = pair
         settings = {"delta": delta, "eta": eta}
-        errors[:, seed, i, j] = _convex_run(sets, size, config.seed + seed, settings)
+        errors[:, seed, i, j] = _convex_run(sets, setup, config.seed + seed, settings)
     return errors, descent
 
 
-def _convex_run(sets: Any, size: Size, seed: int, settings: dict[str, Any] | None) -> Tensor:
-    """Return training and test error of a run with the full batch; without settings of descent."""
-    train = sets.train.take(size.num_train, generator=seeded(seed))
+def _convex_run(sets: Any, setup: Setup, seed: int, settings: dict[str, Any] | None) -> Tensor:
+    """Return training and test error of a run with the full batch.
+
+    Without settings the run is gradient descent.
+    """
+    train = sets.train.take(setup.num_train, generator=seeded(seed))
     (inputs, labels), held = train.tensors(), sets.test.tensors()
     model = models.create(
         "logistic", num_classes=sets.num_classes, input_shape=sets.shape, generator=seeded(seed)
@@ -267,19 +269,20 @@ def _convex_run(sets: Any, size: Size, seed: int, settings: dict[str, Any] | Non
         optimizer: Any = torch.optim.SGD(params, RATE)
     else:
         optimizer = LanczosNewton(
-            params, RATE, num_steps=size.num_vectors, interval=size.interval, **settings
+            params, RATE, num_steps=setup.num_vectors, interval=setup.interval, **settings
         )
     risk = Risk(model, cross_entropy, [(inputs, labels)])
-    for step in range(size.num_steps):
+    for step in range(setup.num_steps):
         optimizer.zero_grad()
         loss = cross_entropy(model(inputs), labels)
         loss.backward()
+        # The run diverged, and later steps would only multiply NaN.
         if not math.isfinite(float(loss.detach())):
-            return torch.full((2,), math.nan, dtype=torch.float64)
+            return column([math.nan] * 2)
         if settings is not None and optimizer.curvature_due(step):
             optimizer.update_curvature(risk)
         optimizer.step()
-    return torch.tensor([_error(model, inputs, labels), _error(model, *held)], dtype=torch.float64)
+    return column([_error(model, inputs, labels), _error(model, *held)])
 
 
 @torch.no_grad()
@@ -294,9 +297,9 @@ SGD_RATES = (0.003, 0.01, 0.03)  # 0.01 is the "maximal stable" rate of section 
 
 
 def _grid(
-    config: Config, size: Size, progress: bool | Progress
+    config: Config, setup: Setup, progress: bool | Progress
 ) -> tuple[dict[str, Tensor], Tensor]:
-    sets, seeds = _images(config, size), range(config.num_seeds)
+    sets, seeds = _images(config, setup), range(config.num_seeds)
     grids = {}
     for name in config.optimizers:
         grid = config.grid(name)
@@ -305,86 +308,68 @@ def _grid(
         places = product(seeds, enumerate(grid.rates), enumerate(grid.deltas))
         for seed, (i, rate), (j, delta) in track(list(places), name, progress):
             settings = {"lr": rate, "delta": delta, **grid.settings}
-            scores[:, seed, i, j] = _network_run(sets, size, config.seed + seed, name, settings)
+            scores[:, seed, i, j] = _network_run(sets, setup, config.seed + seed, name, settings)
         grids[name] = scores
     sgd = torch.zeros(3, config.num_seeds, len(SGD_RATES), dtype=torch.float64)
     for seed, (i, rate) in track(list(product(seeds, enumerate(SGD_RATES))), "SGD", progress):
         settings = {"lr": rate, "momentum": 0.9}
-        sgd[:, seed, i] = _network_run(sets, size, config.seed + seed, "sgd", settings)
+        sgd[:, seed, i] = _network_run(sets, setup, config.seed + seed, "sgd", settings)
     return grids, sgd
 
 
 def _network_run(
-    sets: Any, size: Size, seed: int, name: str, settings: Mapping[str, Any]
+    sets: Any, setup: Setup, seed: int, name: str, settings: Mapping[str, Any]
 ) -> Tensor:
     """Return training error, test error and largest eigenvalue after a run."""
-    model, train = _network(sets, size, seed)
+    model, train = _network(sets, setup, seed)
     result = fit(
-        model,
-        (train, sets.test),
-        optimizer=name,
-        optimizer_settings=dict(settings),
-        schedule="linear",
-        num_epochs=size.num_epochs,
-        evaluate_every=size.num_epochs,
-        batch_size=size.batch_size,
-        augment=size.augmentation or False,
-        seed=seed,
-    )
+        model, (train, sets.test), optimizer=name, optimizer_settings=dict(settings),
+        schedule="linear", num_epochs=setup.num_epochs, evaluate_every=setup.num_epochs,
+        batch_size=setup.batch_size, augment=setup.augmentation or False, seed=seed,
+    )  # fmt: skip
     if not result.status.ok:
-        return torch.full((3,), math.nan, dtype=torch.float64)
-    some = train.take(min(size.curvature_samples, len(train)), generator=seeded(seed))
+        return column([math.nan] * 3)
+    some = train.take(min(setup.curvature_samples, len(train)), generator=seeded(seed))
     risk = Risk(model, cross_entropy, some.tensors())
     top = eigenpairs(hessian(risk), largest=1, rtol=0.01, vectors=False, generator=seeded(seed))
     errors = [1 - result.metrics[f"{part}_accuracy"] for part in ("train", "test")]
-    return torch.tensor([*errors, float(top.values[-1])], dtype=torch.float64)
+    return column([*errors, float(top.values[-1])])
 
 
-def _images(config: Config, size: Size) -> Any:
-    return data.load(size.images[0], data_dir=config.data_dir, device=config.device)
+def _images(config: Config, setup: Setup) -> Any:
+    return data.load(setup.images[0], data_dir=config.data_dir, device=config.device)
 
 
-def _network(sets: Any, size: Size, seed: int) -> tuple[nn.Module, Any]:
+def _network(sets: Any, setup: Setup, seed: int) -> tuple[nn.Module, Any]:
     """Return a new network and its training data, both by the seed."""
-    (name, options), count = size.network, size.images[1]
+    (name, options), count = setup.network, setup.images[1]
     train = sets.train.take(count, generator=seeded(seed)) if count else sets.train
-    model = models.create(
-        name,
-        num_classes=sets.num_classes,
-        input_shape=sets.shape,
-        generator=seeded(seed),
-        device=train.device,
-        **options,
-    )
+    shape: Any = {"num_classes": sets.num_classes, "input_shape": sets.shape}
+    model = models.create(name, generator=seeded(seed), device=train.device, **shape, **options)
     return model, train
 
 
 # Fig. 4.2b: delta = 10 alpha and 20 Lanczos steps; Adam and SGD with several rates.
 NEWTON = "lanczos_newton"
-_NEWTON: dict[str, Any] = {"num_steps": 20, "start": "random"}
+_HESSIAN: dict[str, Any] = {"num_steps": 20, "start": "random"}
+_GGN = _HESSIAN | {"matrix": "ggn"}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD 0.01": ("sgd", {"lr": 0.01, "momentum": 0.9}),
     "SGD 0.03": ("sgd", {"lr": 0.03, "momentum": 0.9}),
     "Adam 0.003": ("adam", {"lr": 3e-3}),
-    "|H|, rate 1": (NEWTON, {"lr": 1.0, "delta": 10.0} | _NEWTON),
-    "GGN, rate 0.1": (NEWTON, {"lr": 0.1, "delta": 1.0, "matrix": "ggn"} | _NEWTON),
-    "GGN from g, rate 0.3": (
-        NEWTON,
-        {"lr": 0.3, "delta": 0.3, "matrix": "ggn", "num_steps": 20, "start": "gradient"},
-    ),
-    "GGN, rate 0.1, every 10": (
-        NEWTON,
-        {"lr": 0.1, "delta": 1.0, "matrix": "ggn", "interval": 10} | _NEWTON,
-    ),
+    "|H|, rate 1": (NEWTON, _HESSIAN | {"lr": 1.0, "delta": 10.0}),
+    "GGN, rate 0.1": (NEWTON, _GGN | {"lr": 0.1, "delta": 1.0}),
+    "GGN from g, rate 0.3": (NEWTON, _GGN | {"lr": 0.3, "delta": 0.3, "start": "gradient"}),
+    "GGN, rate 0.1, every 10": (NEWTON, _GGN | {"lr": 0.1, "delta": 1.0, "interval": 10}),
 }
 
 
-def _newton(config: Config, size: Size, progress: bool | Progress) -> dict[str, Tensor]:
-    sets = _images(config, size)
+def _newton(config: Config, setup: Setup, progress: bool | Progress) -> dict[str, Tensor]:
+    sets = _images(config, setup)
     curves: dict[str, list[Tensor]] = {name: [] for name in METHODS}
     runs = list(product(range(config.num_seeds), METHODS))
     for seed, name in track(runs, "second-order runs", progress):
-        curves[name].append(_curve(sets, size, config.seed + seed, *METHODS[name]))
+        curves[name].append(_curve(sets, setup, config.seed + seed, *METHODS[name]))
     return {name: torch.stack(parts, 1) for name, parts in curves.items()}
 
 
@@ -398,53 +383,45 @@ class Clock:
 
     def __call__(self, count: int, model: nn.Module, optimizer: Any) -> None:
         """Note the time."""
+        # Kernels on a GPU run after the call has returned.
         if next(model.parameters()).is_cuda:
             torch.cuda.synchronize()
         self.times.append(time.process_time() - self.began)
 
 
-def _curve(sets: Any, size: Size, seed: int, name: str, settings: dict[str, Any]) -> Tensor:
+def _curve(sets: Any, setup: Setup, seed: int, name: str, settings: dict[str, Any]) -> Tensor:
     """Return training errors and times after each epoch, ``(2, epochs)``; NaN once it diverged."""
-    model, train = _network(sets, size, seed)
-    epochs, clock = size.newton_epochs * (1 if name == NEWTON else size.longer), Clock()
+    model, train = _network(sets, setup, seed)
+    # First-order methods get more epochs, so that the curves reach the same time.
+    epochs, clock = setup.newton_epochs * (1 if name == NEWTON else setup.longer), Clock()
     result = fit(
-        model,
-        train,
-        optimizer=name,
-        optimizer_settings=settings,
-        num_epochs=epochs,
-        batch_size=size.batch_size,
-        augment=size.augmentation or False,
-        seed=seed,
+        model, train, optimizer=name, optimizer_settings=settings, num_epochs=epochs,
+        batch_size=setup.batch_size, augment=setup.augmentation or False, seed=seed,
         monitors=[clock],
-    )
+    )  # fmt: skip
     curve = torch.full((2, epochs), math.nan, dtype=torch.float64)
     if not (done := result.num_epochs):
         return curve
     curve[0, :done] = 1 - result.history["train_accuracy"]
-    curve[1, :done] = torch.tensor(clock.times, dtype=torch.float64)
+    curve[1, :done] = column(clock.times)
     return curve
 
 
 # ------------------------------------------------------------------------------------------
-# Tables.
-
-
-def _mean(values: Tensor) -> Tensor:
-    return values.mean(0)  # over seeds; NaN if one of them diverged
+# Tables: means over seeds, which are NaN if one of the runs diverged.
 
 
 def _lopt_lines(result: Result) -> list[str]:
     if not len(result.lopt):
         return []
-    size, errors, descent = SIZES[result.config.size], 100 * result.lopt, 100 * result.descent
+    setup, errors, descent = SETUPS[result.config.size], 100 * result.lopt, 100 * result.descent
     lines = [
-        f"LOPT: errors in % (training, test) on {size.num_train} of {size.data}, rate {RATE}, "
-        f"{size.num_steps} steps, k = {size.num_vectors}; mean over {errors.shape[1]} seeds",
-        f"{'delta':>10}" + "".join(f"{f'eta = {eta:g}':>18}" for eta in size.etas),
+        f"LOPT: errors in % (training, test) on {setup.num_train} of {setup.data}, rate {RATE}, "
+        f"{setup.num_steps} steps, k = {setup.num_vectors}; mean over {errors.shape[1]} seeds",
+        f"{'delta':>10}" + "".join(f"{f'eta = {eta:g}':>18}" for eta in setup.etas),
     ]
-    for i, delta in enumerate(size.deltas):
-        cells = zip(*(_mean(part)[i].tolist() for part in errors), strict=True)
+    for i, delta in enumerate(setup.deltas):
+        cells = zip(*(part.mean(0)[i].tolist() for part in errors), strict=True)
         lines.append(f"{delta:>10g}" + "".join(f"{a:>9.2f}{b:>9.2f}" for a, b in cells))
     lines.append(f"gradient descent  {descent[0].mean():.2f}  {descent[1].mean():.2f}")
     return lines
@@ -457,11 +434,11 @@ def _grid_lines(result: Result) -> list[str]:
         lines.append(f"{name}: lambda_1 at the end (test error in %) by damping and rate")
         lines.append(f"{'delta':>10}" + "".join(f"{f'rate {rate:g}':>18}" for rate in grid.rates))
         for j, delta in enumerate(grid.deltas):
-            cells = zip(_mean(scores[2])[:, j], 100 * _mean(scores[1])[:, j], strict=True)
+            cells = zip(scores[2].mean(0)[:, j], 100 * scores[1].mean(0)[:, j], strict=True)
             text = [f"{value:.4g} ({error:.2f})" for value, error in cells]
             lines.append(f"{delta:>10g}" + "".join(f"{cell:>18}" for cell in text))
     if len(result.sgd):
-        rows = zip(SGD_RATES, _mean(result.sgd[2]), 100 * _mean(result.sgd[1]), strict=True)
+        rows = zip(SGD_RATES, result.sgd[2].mean(0), 100 * result.sgd[1].mean(0), strict=True)
         lines += [f"SGD {rate:g}: {value:.4g} ({error:.2f})" for rate, value, error in rows]
     return lines
 
@@ -493,6 +470,7 @@ def _in_order(curves: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
 
 def _seconds(curve: Tensor) -> float:
     """Return the processor time per completed epoch."""
+    # Times add up over the epochs, and those after a divergence are NaN.
     done = (~curve[1].isnan()).sum(-1).clamp(min=1)
     return float((curve[1].nan_to_num().amax(-1) / done).mean())
 
@@ -532,43 +510,41 @@ def _listed(values: Any) -> str:
 def _lopt_evidence(result: Result) -> list[Evidence]:
     if not len(result.lopt):
         return []
-    size, (train, test) = SIZES[result.config.size], 100 * result.lopt.mean(1)
-    setup = f"{size.num_steps} steps, basis every {size.interval}; the paper says neither"
+    setup, (train, test) = SETUPS[result.config.size], 100 * result.lopt.mean(1)
+    note = f"{setup.num_steps} steps, basis every {setup.interval}; the paper says neither"
     best = test[:, 0].argmin()
     rises = bool(test[0, 0] > test[best, 0] + 1)  # by more than a point in a hundred
-    deltas, peak = _listed(size.deltas), size.deltas[int(test[:, 0].argmax())]
+    deltas, peak = _listed(setup.deltas), setup.deltas[int(test[:, 0].argmax())]
     # What eta = 10 adds to the errors of eta = 1 at the dampings at which both fit the data.
     fitted = (train[:, -1] - train[:, 0]).abs() < 1
     harm = (test[:, -1] - test[:, 0])[fitted]
     return [
         _row("Figure 2", f"LOPT, 1,000 digits: test error in % by damping {deltas}",
              "rises as the damping falls", _listed(test[:, 0]), agrees=rises,
-             why=f"up to a peak at {peak:g}; {setup}"),
+             why=f"up to a peak at {peak:g}; {note}"),
         _row("Figure 2", f"LOPT, 1,000 digits: training error in % by damping {deltas}",
              "does not suffer", _listed(train[:, 0]),
-             agrees=bool(train[0, 0] <= train[-1, 0]), why=setup),
+             agrees=bool(train[0, 0] <= train[-1, 0]), why=note),
         _row("Figure 3", "test error in % that eta = 10 adds where it adds less than 1 % in "
              "training", "positive", _listed(harm) or "none",
-             agrees=bool(len(harm)) and bool(harm.mean() > 0), why=setup),
+             agrees=bool(len(harm)) and bool(harm.mean() > 0), why=note),
     ]  # fmt: skip
 
 
 def _grid_evidence(result: Result) -> list[Evidence]:
     rows = []
-    size = SIZES[result.config.size]
-    network = f"{size.network[0]}, {size.num_epochs} epochs of {size.images[1] or 'all'} images"
+    setup = SETUPS[result.config.size]
+    network = f"{setup.network[0]}, {setup.num_epochs} epochs of {setup.images[1] or 'all'} images"
     for name, scores in result.grids.items():
         grid, mean = result.config.grid(name), scores.mean(1)
         for i, rate in enumerate(grid.rates):
             norms, errors = mean[2, i], 100 * mean[1, i]
-            dampings = _listed(grid.deltas)
+            dampings, falls = _listed(grid.deltas), bool((norms.diff() < 0).all())
             rows.append(
                 _row("Table 2", f"{name}, rate {rate:g}: lambda_1 by damping {dampings}; {network}",
-                     "falls as the damping rises", _listed(norms),
-                     agrees=bool((norms.diff() < 0).all()),
-                     why="" if bool((norms.diff() < 0).all()) else
-                     "another network and data than VGG-16 on CIFAR-100; the cause was not "
-                     "tested"))  # fmt: skip
+                     "falls as the damping rises", _listed(norms), agrees=falls,
+                     why="" if falls else "another network and data than VGG-16 on CIFAR-100; the "
+                     "cause was not tested"))  # fmt: skip
             if name == "kfac":
                 continue
             # Paired over seeds: the gain of the best of the larger dampings.
@@ -577,8 +553,7 @@ def _grid_evidence(result: Result) -> list[Evidence]:
             rows.append(
                 _row("Figure 5", f"{name}, rate {rate:g}: test error in % by damping {dampings}, "
                      f"SGD {100 * float(result.sgd[1].mean(0).min()):.3g}; {network}",
-                     "a larger damping than 1e-8 is better", _listed(errors),
-                     agrees=better,
+                     "a larger damping than 1e-8 is better", _listed(errors), agrees=better,
                      why="" if better else "not by two standard errors"))  # fmt: skip
         rows += _ratio_evidence(grid, mean, network) if name == "kfac" else []
     return rows
@@ -586,6 +561,8 @@ def _grid_evidence(result: Result) -> list[Evidence]:
 
 def _ratio_evidence(grid: Grid, mean: Tensor, network: str) -> list[Evidence]:
     """Return sharpness and errors of K-FAC along a constant ratio of damping and rate."""
+    # A step along an eigenvector is alpha g / (lambda + delta): where lambda is small, it is
+    # alpha / delta, which is the same in all these cells.
     ratio = grid.deltas[0] / grid.rates[0]
     cells = [
         (i, j)
@@ -595,16 +572,14 @@ def _ratio_evidence(grid: Grid, mean: Tensor, network: str) -> list[Evidence]:
     norms = torch.stack([mean[2, i, j] for i, j in reversed(cells)])
     errors = torch.stack([100 * mean[1, i, j] for i, j in reversed(cells)])
     rates = _listed(grid.rates[i] for i, _ in reversed(cells))
-    setup = f"K-FAC, damping {ratio:g} times the rate"
+    title, rises = f"K-FAC, damping {ratio:g} times the rate", bool((errors.diff() > 0).all())
     return [
-        _row("Table 2, right", f"{setup}: lambda_1 by rate {rates}; {network}",
+        _row("Table 2, right", f"{title}: lambda_1 by rate {rates}; {network}",
              "rises as the rate falls: 6.65, 20.8, 48.2 at rates 0.1, 0.001, 0.0001",
              _listed(norms), agrees=bool((norms.diff() > 0).all())),
-        _row("Figure 4", f"{setup}: test error in % by rate {rates}; {network}",
-             "rises as the rate falls: 35.0, 35.2, 37.8", _listed(errors),
-             agrees=bool((errors.diff() > 0).all()),
-             why="" if bool((errors.diff() > 0).all()) else
-             "the differences are within the spread over seeds"),
+        _row("Figure 4", f"{title}: test error in % by rate {rates}; {network}",
+             "rises as the rate falls: 35.0, 35.2, 37.8", _listed(errors), agrees=rises,
+             why="" if rises else "the differences are within the spread over seeds"),
     ]  # fmt: skip
 
 
@@ -618,16 +593,15 @@ def _curve_evidence(result: Result) -> list[Evidence]:
     seconds = {name: _seconds(c) for name, c in curves.items()}
     first = [name for name in curves if name not in newton]
     ratio = seconds[newton[0]] / seconds[first[0]]
-    text = "; ".join(
-        f"{name} {'diverged' if math.isnan(error) else f'{error:.3g}'}"
-        for name, error in errors.items()
-    )
-    least = [min((errors[n] for n in names if not math.isnan(errors[n])), default=math.inf)
+    words = {n: "diverged" if math.isnan(e) else f"{e:.3g}" for n, e in errors.items()}
+    text = "; ".join(f"{name} {word}" for name, word in words.items())
+    kept = {name: error for name, error in errors.items() if not math.isnan(error)}
+    least = [min((kept[n] for n in names if n in kept), default=math.inf)
              for names in (newton, first)]  # fmt: skip
     faster = least[0] < least[1]
     return [
         _row("Figure 4.2b", f"training error in % after {epochs} epochs, batches of "
-             f"{SIZES[result.config.size].batch_size}", "Lanczos-Newton below Adam and SGD", text,
+             f"{SETUPS[result.config.size].batch_size}", "Lanczos-Newton below Adam and SGD", text,
              agrees=faster, paper="SPECTRA",
              why="" if faster else "a small network and batches of another size; SGD and Adam have "
              "momentum. The cause was not tested"),
@@ -658,12 +632,12 @@ def figure(result: Result) -> style.Figure:
 
 
 def _draw_lopt(result: Result, axes: list[Any]) -> None:
-    size, errors = SIZES[result.config.size], 100 * result.lopt.mean(1)
-    for j, eta in enumerate(size.etas):
+    setup, errors = SETUPS[result.config.size], 100 * result.lopt.mean(1)
+    for j, eta in enumerate(setup.etas):
         colour = style.STYLE.palette[j]
         # One entry for each eta: the title says which lines are of training.
         for part, (label, dashes) in enumerate(((None, "--"), (f"eta = {eta:g}", "-"))):
-            style.line(axes[0], size.deltas, errors[part, :, j], colour, label, linestyle=dashes)
+            style.line(axes[0], setup.deltas, errors[part, :, j], colour, label, linestyle=dashes)
     for part, dashes in ((0, "--"), (1, "-")):
         level = 100 * float(result.descent[part].mean())
         axes[0].axhline(level, color=style.STYLE.grey, linestyle=dashes, linewidth=0.8)
@@ -672,9 +646,9 @@ def _draw_lopt(result: Result, axes: list[Any]) -> None:
     style.finish(axes[0], "damping", "error (%)", title, xscale="log")
     for part, name in enumerate(("training", "test")):
         change = errors[part] - np.nanmin(errors[part])
-        names = [f"{eta:g}" for eta in size.etas]
+        names = [f"{eta:g}" for eta in setup.etas]
         title = f"{name} error above the best (%)"
-        _map(axes[1 + part], change, [f"{delta:g}" for delta in size.deltas], names, title)
+        _map(axes[1 + part], change, [f"{delta:g}" for delta in setup.deltas], names, title)
         axes[1 + part].set(xlabel="eta", ylabel="damping")
 
 
@@ -682,11 +656,7 @@ def _draw_grid(result: Result, axes: list[Any]) -> None:
     name, scores = next(iter(result.grids.items()))
     grid, mean = result.config.grid(name), scores.mean(1)
     rates, deltas = [f"{rate:g}" for rate in grid.rates], [f"{delta:g}" for delta in grid.deltas]
-    for part, title in (
-        (0, "training error (%)"),
-        (1, "test error (%)"),
-        (2, "largest eigenvalue"),
-    ):
+    for part, title in enumerate(("training error (%)", "test error (%)", "largest eigenvalue")):
         values = mean[part].T * (1 if part == 2 else 100)
         _map(axes[part], values, deltas, rates, f"{name}: {title}")
         axes[part].set(xlabel="learning rate", ylabel="damping")
@@ -701,6 +671,7 @@ def _draw_curves(result: Result, axes: list[Any]) -> None:
         style.line(axes[1], times, errors, colour, None, **options)
     style.finish(axes[0], "epoch", "training error (%)", "at equal epochs", xscale="log")
     style.finish(axes[1], "processor time (s)", "", "at equal time", xscale="log")
+    # The legend fills the third panel.
     handles, labels = axes[0].get_legend_handles_labels()
     axes[0].get_legend().remove()
     axes[2].legend(handles, labels, loc="center left", frameon=False, fontsize="small")
@@ -712,10 +683,11 @@ def _map(ax: Any, values: Tensor, rows: list[str], columns: list[str], title: st
     array = style.drawable(values)
     image = ax.imshow(array, cmap="viridis_r", aspect="auto")
     middle = float(np.nanmin(array) + np.nanmax(array)) / 2
-    for (row, column), value in np.ndenumerate(array):
+    for (i, j), value in np.ndenumerate(array):
         text = "diverged" if math.isnan(value) else f"{value:.3g}"
+        # Numbers must be legible on light and on dark colours.
         colour = "white" if value > middle else "black"
-        ax.text(column, row, text, ha="center", va="center", color=colour, fontsize=7)
+        ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=7)
     ax.set_xticks(range(len(columns)), columns)
     ax.set_yticks(range(len(rows)), rows)
     style.set_title(ax, title)

@@ -6,12 +6,10 @@ Its error is measured on held-out digits with correct labels. For every seed, al
 same split, wrong labels, initial weights and batches, so that differences are paired.
 """
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -23,18 +21,19 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ritz import optim, plots
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
-from ritz._core.results import format_uncertain
+from ritz._core.results import stderr
 from ritz.plots._shared import style
-from ritz.studies._evidence import Evidence
+from ritz.studies._evidence import Evidence, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
     check_minimums,
     column,
-    compute_cells,
+    compute_by_seed,
     record,
     seeded,
 )
+from ritz.studies._training import train_epochs, with_wrong_labels
 
 CLASSES = 10
 # Pairs grow with the square of their number; ten iterates make 45.
@@ -131,13 +130,13 @@ class Result(StudyResult[Config]):
         for i, name in enumerate(self.names):
             last, average = self.last_errors[i].mean(), self.average_errors[i].mean()
             lines.append(
-                f"{name:16}{100 * last:>8.2f}{100 * average:>9.2f}   {_paired(errors[i]):18}"
-                f"{_paired(losses[i]):18}{self.diversities[i].mean():>8.3f}"
+                f"{name:16}{100 * last:>8.2f}{100 * average:>9.2f}   {spread(errors[i]):18}"
+                f"{spread(losses[i]):18}{self.diversities[i].mean():>8.3f}"
                 f"{self.seconds[name]:>9.1f}"
             )
         lines.append(f"average minus last iterate of {BASELINE} with the same seed:")
         against = 100 * (self.average_errors - self.last_errors[self.names.index(BASELINE)])
-        lines += [f"{name:16}{_paired(against[i])}" for i, name in enumerate(self.names)]
+        lines += [f"{name:16}{spread(against[i])}" for i, name in enumerate(self.names)]
         return "\n".join(lines)
 
 
@@ -149,19 +148,13 @@ SIZES = {
 def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return the errors of all methods for all seeds."""
 
-    def scores_and_time(cell: tuple[str, int]) -> Tensor:
-        name, seed = cell
+    def scores_and_time(name: str, seed: int) -> Tensor:
         begin = time.perf_counter()
         scores = _train(config, METHODS[name], seed)
         return torch.cat([scores, column([time.perf_counter() - begin])])
 
-    seeds = range(config.seed, config.seed + config.num_seeds)
-    cells = {f"{name} {seed}": (name, seed) for seed, name in product(seeds, METHODS)}
-    rows = compute_cells(
-        scores_and_time, cells, "runs", config=config, state=state, progress=progress
-    )
-    # One row per seed and method, in this order: (6, methods, num_seeds).
-    table = torch.stack(list(rows.values())).view(len(seeds), len(METHODS), 6).permute(2, 1, 0)
+    table = compute_by_seed(scores_and_time, METHODS, config=config, state=state, progress=progress)
+    table = table.permute(2, 1, 0)  # (6, methods, num_seeds)
     scores, times = table[:5], table[5].mean(1)
     return Result(
         config=config,
@@ -184,14 +177,14 @@ def evidence(result: Result) -> list[Evidence]:
         if METHODS[name].averaged:
             gain = 100 * (average - last)
             # Paired differences: mean and standard error over seeds.
-            better = float(gain.mean()) < -2 * float(gain.std()) / math.sqrt(len(gain))
+            better = float(gain.mean()) < -2 * float(stderr(gain))
             rows.append(
                 Evidence(
                     paper="GADAM",
                     where="Figure 4 and Table 2, here on digits",
                     what=f"{name}: held-out error in %, average less last iterate",
                     published="negative",
-                    measured=_paired(gain),
+                    measured=spread(gain),
                     verdict="agrees" if better else "differs",
                     why="" if better else "within two standard errors of zero",
                 )
@@ -216,11 +209,6 @@ def figure(result: Result) -> style.Figure:
     return drawing
 
 
-def _paired(differences: Tensor) -> str:
-    error = float(differences.std()) / math.sqrt(len(differences))
-    return format_uncertain(float(differences.mean()), error)
-
-
 def _train(config: Config, method: Method, seed: int) -> Tensor:
     """Return error and loss of the last iterate, both of the average, and the diversity."""
     generator = seeded(seed)
@@ -236,12 +224,7 @@ def _train(config: Config, method: Method, seed: int) -> Tensor:
     schedule = optim.Schedule(optimizer, shape)
     tail = []
     for epoch in range(1, config.num_epochs + 1):
-        order = torch.randperm(config.num_train, generator=generator)
-        # Only whole batches, so that all steps have gradients of the same noise.
-        for rows in order.split(config.batch_size)[:length]:
-            optimizer.zero_grad()
-            cross_entropy(model(inputs[rows]), labels[rows]).backward()
-            optimizer.step()
+        train_epochs(model, optimizer, (inputs, labels), config.batch_size, 1, generator)
         schedule.step()
         if epoch >= config.start:
             tail.append(_outputs(model, held_inputs))
@@ -262,13 +245,9 @@ def _digits(config: Config, generator: torch.Generator) -> tuple[Tensor, Tensor,
     order = torch.randperm(len(images), generator=generator)
     inputs, labels = torch.tensor(images / 16).float()[order], torch.tensor(classes)[order]
     held_inputs, held_labels = inputs[config.num_train :], labels[config.num_train :]
-    inputs, labels = inputs[: config.num_train], labels[: config.num_train].clone()
-    # Wrong labels are drawn without replacement: their share is exact in every seed.
-    wrong = torch.randperm(config.num_train, generator=generator)
-    wrong = wrong[: round(config.label_noise * config.num_train)]
-    # A shift by 1 to 9 modulo 10 reaches every other class with the same probability.
-    labels[wrong] += torch.randint(1, CLASSES, wrong.shape, generator=generator)
-    return inputs, labels % CLASSES, held_inputs, held_labels
+    inputs, labels = inputs[: config.num_train], labels[: config.num_train]
+    labels = with_wrong_labels(labels, config.label_noise, CLASSES, generator)
+    return inputs, labels, held_inputs, held_labels
 
 
 def _network(config: Config, generator: torch.Generator) -> nn.Sequential:

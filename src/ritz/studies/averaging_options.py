@@ -19,18 +19,17 @@ from torch import Tensor, nn
 from ritz import data, optim, plots, training
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
-from ritz._core.results import format_uncertain
-from ritz.data import Split
 from ritz.plots._shared import style
-from ritz.studies._evidence import Evidence, Verdict
+from ritz.studies._evidence import Evidence, signed, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
     check_minimums,
-    compute_cells,
+    compute_by_seed,
     record,
     seeded,
 )
+from ritz.studies._training import with_wrong_labels
 
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 5e-4}
 # The best of five pairs of learning rate and decay, by the held-out error of another seed.
@@ -71,6 +70,7 @@ def choices(num_epochs: int) -> dict[str, dict[str, Any]]:
             "optimizer": "lookahead_adamw", "average_from": half,
         },
     }  # fmt: skip
+    # 5e-4, the decay of SGD, is the choice "SWA from 50%".
     for decay in (0.0, 1e-4, 2e-3):
         rows[f"SWA, decay {decay:g}"] = SGD | falling | {
             "average_from": half, "weight_decay": decay,
@@ -166,20 +166,14 @@ class Result(StudyResult[Config]):
 
 def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return the scores of all choices for all seeds."""
+    # Validation images decide when the automatic averages begin.
     images: Any = data.load(config.dataset, data_dir=config.data, validation=500)
     rows = choices(config.num_epochs)
-    seeds = range(config.seed, config.seed + config.num_seeds)
-    cells = {f"{name} {seed}": (rows[name], seed) for seed in seeds for name in rows}
-    columns = compute_cells(
-        lambda cell: _train(config, images, *cell),
-        cells,
-        "runs",
-        config=config,
-        state=state,
-        progress=progress,
-    )
-    # Rows (seed, choice) of measures, followed by predictions.
-    table = torch.stack(list(columns.values())).unflatten(0, (len(seeds), len(rows)))
+    # For each seed and choice the measures, followed by predictions.
+    table = compute_by_seed(
+        lambda name, seed: _train(config, images, rows[name], seed), rows, config=config,
+        state=state, progress=progress,
+    )  # fmt: skip
     scores, outputs = table[..., : len(MEASURES)], table[..., len(MEASURES) :]
     labels = images.test.targets[:PREDICTED]
     outputs = outputs.unflatten(-1, (len(labels), -1))
@@ -207,6 +201,7 @@ def figure(result: Result) -> style.Figure:
             linewidth=1, label=f"{name} iterate" if name == "last" else name,
         )  # fmt: skip
     axis.set_yticks(places, result.names)
+    # The first choice is on top.
     axis.invert_yaxis()
     axis.legend(frameon=False)
     noise = f"{result.config.label_noise:.0%} of the labels wrong"
@@ -216,6 +211,7 @@ def figure(result: Result) -> style.Figure:
 
 def evidence(result: Result) -> list[Evidence]:
     """Return each claim of the paper beside the paired difference that tests it."""
+    # Each with the published sign of the difference: lower, about equal or higher.
     claims = [
         ("Table 14", "linear against step schedule, SGD", "SGD, linear", "SGD, step", -1),
         ("Table 14", "linear against step schedule, AdamW", "AdamW, linear", "AdamW, step", -1),
@@ -243,22 +239,10 @@ def evidence(result: Result) -> list[Evidence]:
                 what=f"test error in %, {what}",
                 published=words[sign],
                 measured=spread(gap),
-                **_judge(gap, sign),
+                **signed(gap, sign),
             )
         )
     return [*rows, *_by_decay(result), _gap(result), _norms(result)]
-
-
-def _judge(gap: Tensor, sign: int) -> dict[str, Any]:
-    """Return verdict and reason for a paired difference whose sign was published."""
-    error = float(gap.std()) / math.sqrt(len(gap))
-    # A difference counts from two standard errors on.
-    measured = 0 if abs(float(gap.mean())) < 2 * error else int(math.copysign(1, gap.mean()))
-    verdict: Verdict = "agrees" if measured == sign else "differs"
-    why = "no difference beyond two standard errors" if measured == 0 != sign else ""
-    if sign == 0 and measured:
-        why = "better" if measured < 0 else "worse"
-    return {"verdict": verdict, "why": why}
 
 
 def _by_decay(result: Result) -> list[Evidence]:
@@ -296,7 +280,7 @@ def _gap(result: Result) -> Evidence:
         what="generalisation gap in %, step decay less constant learning rate",
         published="the gap grows as the learning rate falls",
         measured=spread(more),
-        **_judge(more, 1),
+        **signed(more, 1),
     )
 
 
@@ -315,18 +299,13 @@ def _norms(result: Result) -> Evidence:
     )
 
 
-def spread(values: Tensor) -> str:
-    """Return mean and standard error over seeds as text; a dash if there is no value."""
-    if bool(values.isnan().any()):
-        return "-"
-    return format_uncertain(float(values.mean()), float(values.std()) / math.sqrt(len(values)))
-
-
 def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> Tensor:
     """Return the measures of one run and its predictions, as one vector."""
     generator = seeded(seed)
-    train = _with_wrong_labels(images.train.take(config.num_train), config, generator)
-    model = _network(images, config.width, generator)
+    train = images.train.take(config.num_train)
+    targets = with_wrong_labels(train.targets, config.label_noise, images.num_classes, generator)
+    train = replace(train, targets=targets)
+    model = small_network(images, config.width, generator)
     settings = {key: options[key] for key in ("lr", "weight_decay")}
     norms: list[float] = []  # of the iterates, by epoch: the model ends with the average
 
@@ -335,6 +314,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
 
     others = {key: value for key, value in options.items() if key not in settings}
     if {"average_from", "patience"} & others.keys():
+        # The model then ends with the averaged weights, whose norm is measured.
         others["final"] = "average"
     result = training.fit(
         model, train, validation=images.validation, test=images.test,
@@ -344,41 +324,38 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     )  # fmt: skip
     metrics = result.metrics
     averaged = "average_test_accuracy" in metrics
+    # In the order of MEASURES.
     numbers = [
         1 - metrics["test_accuracy"],
         1 - metrics["average_test_accuracy"] if averaged else math.nan,
         1 - metrics["train_accuracy"],
         norms[-1],
         optim.weight_norms(model).l2 if averaged else math.nan,
+        # The effective rate of weights whose scale batch norm leaves free.
         metrics["rate"] / norms[-1] ** 2,
     ]
     inputs, _ = images.test.take(min(PREDICTED, len(images.test))).tensors()
     model.eval()
     with torch.no_grad():
+        # Probabilities, which an ensemble averages.
         outputs = model(inputs).softmax(1).double().flatten()
     return torch.cat([torch.tensor(numbers, dtype=torch.float64), outputs])
 
 
-def _with_wrong_labels(train: Split, config: Config, generator: torch.Generator) -> Split:
-    count, classes = len(train), int(train.targets.max()) + 1
-    wrong = torch.randperm(count, generator=generator)[: round(config.label_noise * count)]
-    targets = train.targets.clone()
-    # A shift by 1 to C - 1 modulo C reaches every other class with the same probability.
-    targets[wrong] += torch.randint(1, classes, wrong.shape, generator=generator)
-    return replace(train, targets=targets % classes)
-
-
-def _network(images: Any, width: int, generator: torch.Generator) -> nn.Sequential:
-    """Return three convolutions with batch norm, each of which halves the image."""
+def small_network(
+    images: Any, width: int, generator: torch.Generator, *, batch_norm: bool = True
+) -> nn.Sequential:
+    """Return three convolutions, with batch norm or not, each of which halves the image."""
     channels, layers = [images.shape[0], width, 2 * width, 4 * width], list[nn.Module]()
     for before, after in pairwise(channels):
-        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False),
-                   nn.BatchNorm2d(after), nn.ReLU()]  # fmt: skip
+        layers.append(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=not batch_norm))
+        layers += [nn.BatchNorm2d(after), nn.ReLU()] if batch_norm else [nn.ReLU()]
     head = nn.Linear(channels[-1], images.num_classes)
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             # Not from the global generator; variance 2 / fan-in keeps the scale of ReLU layers.
             nn.init.kaiming_normal_(layer.weight, generator=generator)
-    nn.init.zeros_(head.bias)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
     return model

@@ -1,8 +1,9 @@
 """Largest eigenvalue of mini-batches, measured and predicted: Spectral Machine Learning, 5.5-5.6.
 
-Networks are trained by SGD. At several epochs the largest eigenvalue of the Hessian and of the
-Gauss-Newton matrix of batches that are really drawn is compared with four predictions that use
-products on the full data alone. ``--size paper`` is VGG-16 on CIFAR-100 on a GPU.
+Networks are trained by SGD. At several epochs the study draws batches and computes the largest
+eigenvalue of their Hessians and Gauss-Newton matrices. It compares them with four predictions,
+which need products with the matrix of the full data only. ``--size paper`` is VGG-16 on CIFAR-100
+on a GPU.
 """
 
 import math
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ritz import data, models, plots
@@ -31,6 +32,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
+from ritz.studies._training import train_epochs
 
 # Networks by name, with the options of their models.
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,7 +47,7 @@ PREDICTIONS = ("subspace", "directional", "additive", "multiplicative")
 QUANTITIES = ("value", "spread", "overlap")
 ROWS = 2 + len(PREDICTIONS)  # measured, its errors, and the predictions
 NUM_VECTORS = 20
-# The goals: deviations of the mean, by batch size from which on they hold.
+# Goals: largest deviations of the mean. Each holds from its batch size on.
 VALUE_GOALS = {32: 0.10, 8: 0.20}
 OVERLAP_GOAL = (128, 0.1)
 SPREAD_GOAL = 0.25
@@ -61,9 +63,9 @@ class Config:
             ``vgg16``.
         dataset: ``digits``, ``mnist`` or ``cifar100``.
         num_samples: Samples ``N``, of training and of the curvature.
-        epochs: Epochs of training after which is measured.
+        epochs: Epochs after which the curvature is measured.
         batch_sizes: Batch sizes, ascending.
-        num_batches: Batches drawn for each size; the last entry holds for the remaining sizes.
+        num_batches: Batches drawn for each size. The last entry is used for all further sizes.
         matrices: ``hessian`` and ``ggn``.
         rate: Learning rate of SGD.
         train_size: Batch size of SGD.
@@ -121,7 +123,7 @@ class Result(StudyResult[Config]):
     Attributes:
         measured: Value, spread and overlap of drawn batches, ``(3, n, e, s, m, S)``.
         errors: Standard errors of these, same shape.
-        predicted: The same of each prediction, ``(4, 3, n, e, s, m, S)``.
+        predicted: Value, spread and overlap of each prediction, ``(4, 3, n, e, s, m, S)``.
         lambda_max: Largest eigenvalue of all data, ``(n, e, s, m)``.
         along: :math:`V(\varphi_1)`, same shape.
         variance: :math:`P \sigma^2`, same shape.
@@ -189,6 +191,7 @@ def _curves(config: Config, name: str, seed: int) -> Tensor:
 def _trained(config: Config, name: str, seed: int) -> Iterator[tuple[int, Risk]]:
     """Yield epoch and risk of a network after each epoch of the list."""
     generator = seeded(seed)
+    # Samples, weights and batches draw from one generator: a run depends on its seed alone.
     device = check_device(config.device)
     images: Any = data.load(config.dataset, data_dir=config.data)
     inputs, labels = images.train.take(config.num_samples, generator=generator).tensors()
@@ -198,31 +201,14 @@ def _trained(config: Config, name: str, seed: int) -> Iterator[tuple[int, Risk]]
     model = models.create(kind, generator=generator, device=device, **shape, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.rate)
     for epoch in range(1, max(config.epochs) + 1):
-        _train_epoch(model, optimizer, inputs, labels, config.train_size, generator)
+        train_epochs(model, optimizer, (inputs, labels), config.train_size, 1, generator)
         if epoch in config.epochs:
-            model.eval()
+            model.eval()  # measuring must not change the running statistics of batch norm
             yield epoch, Risk(model, cross_entropy, (inputs, labels))
-            model.train()
-
-
-def _train_epoch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    inputs: Tensor,
-    labels: Tensor,
-    size: int,
-    generator: torch.Generator,
-) -> None:
-    order = torch.randperm(len(inputs), generator=generator).to(inputs.device)
-    # Only whole batches: a last batch of one sample has no batch norm.
-    for rows in order.split(size)[: len(inputs) // size]:
-        optimizer.zero_grad()
-        cross_entropy(model(inputs[rows]), labels[rows]).backward()
-        optimizer.step()
 
 
 def _compare(config: Config, risk: Risk, matrix: Any, place: tuple[int, int]) -> Tensor:
-    """Return curves, measured, errors and predictions, and below them numbers, ``(rows, S)``."""
+    """Return measured curves, their errors, the predictions, and rows of numbers, ``(rows, S)``."""
     sizes, (seed, epoch) = config.batch_sizes, place
     pairs = eigenpairs(
         curvature_operator(risk, matrix),
@@ -251,6 +237,7 @@ def _compare(config: Config, risk: Risk, matrix: Any, place: tuple[int, int]) ->
     numbers = [float(one) for one in facts] + [float(predicted.variance.stderr)]
     numbers += [risk.loss(), pairs.num_products + predicted.cost]
     curves = torch.cat([torch.cat(parts, 2), torch.stack(rows)]).flatten(0, 1)
+    # A number does not depend on the batch size: repeat it, so that it stacks with the curves.
     columns = torch.tensor(numbers, dtype=torch.float64)[:, None].expand(-1, len(sizes))
     return torch.cat([curves, columns])
 
@@ -279,13 +266,14 @@ def _heading(result: Result) -> list[str]:
 def deviations(result: Result) -> tuple[Tensor, Tensor]:
     """Return relative deviations of the mean, ``(4, n, S)``, and their standard errors ``(n, S)``.
 
-    Averages run over epochs, seeds and matrices, of the ratio to the largest eigenvalue of all
-    data.
+    Values are divided by the largest eigenvalue of all data, and then averaged over epochs, seeds
+    and matrices.
     """
     scale = result.lambda_max[..., None]
     measured = (result.measured[0] / scale).mean((1, 2, 3))
     predicted = (result.predicted[:, 0] / scale).mean((2, 3, 4))
     # The batches of the two matrices are the same, so their errors do not average out.
+    # Over the other k values: sqrt(sum of the variances) / k.
     error = (result.errors[0] / scale).square().mean(3).sum((1, 2)).sqrt()
     count = result.errors.shape[2] * result.errors.shape[3]
     return predicted / measured - 1, error / count / measured

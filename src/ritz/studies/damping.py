@@ -2,9 +2,9 @@ r"""Least damping of a second-order or adaptive optimiser over batch sizes: Fig.
 
 After *Spectral Machine Learning*, section 5.8. With a large learning rate, damped Adam divides by
 :math:`\sqrt{v} + \delta`, and the least damping at which a short training from trained weights
-stays stable is found by bisection. It is compared with three predictions: the noise along the
-leading eigenvector, the papers' homogeneous noise, and the edge of stability of the predicted
-curvature :math:`\lambda'_1(B)` with the divisor :math:`\delta`.
+stays stable is found by bisection. It is compared with three predictions. The first uses the noise
+along the leading eigenvector, the second the homogeneous noise of the papers. The third is the edge
+of stability of the predicted curvature :math:`\lambda'_1(B)` with the divisor :math:`\delta`.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from ritz import measures, plots
 from ritz._core.checks import check_choice
@@ -25,13 +25,18 @@ from ritz.studies._protocol import (
     StatePath,
     StudyResult,
     check_minimums,
-    column,
     compute_cells,
     record,
     row,
     seeded,
 )
-from ritz.studies.learning_rates import Samples, exponent, fit, load, network
+from ritz.studies._training import (
+    Samples,
+    exponents,
+    largest_rates,
+    load_pooled,
+    trained_network,
+)
 from ritz.training._shared import create_optimizer
 
 OPTIMIZERS = ("damped_adamw", "kfac", "ekfac")  # with a damping delta
@@ -106,9 +111,9 @@ class Result(StudyResult[Config]):
     def exponents(self, values: Tensor) -> Tensor:
         """Return the exponents of dampings ``(..., S)`` over batches below all data."""
         c = self.config
+        # The batch of all data has no noise and follows no power law.
         sizes = [size for size in c.batch_sizes if size < c.num_samples]
-        rows = values[..., : len(sizes)].flatten(0, -2)
-        return column(exponent(sizes, one) for one in rows).view(values.shape[:-1])
+        return exponents(sizes, values)
 
     def __str__(self) -> str:
         c = self.config
@@ -135,7 +140,7 @@ def run(
     state: StatePath = None,
 ) -> Result:
     """Return the least damping of all networks, measured and predicted."""
-    train = load(config, device)[0]
+    train = load_pooled(config, device)[0]
     cells = compute_cells(
         lambda name: _measure(config, train, name),
         {name: name for name in config.networks},
@@ -144,6 +149,7 @@ def run(
         state=state,
         progress=progress,
     )
+    # Networks, rates, then least damping, its error and three predictions, then batch sizes.
     table = torch.stack(list(cells.values()))
     return Result(
         config=config, least=table[:, :, 0], errors=table[:, :, 1], predicted=table[:, :, 2:]
@@ -152,16 +158,7 @@ def run(
 
 def _measure(config: Config, train: Samples, name: str) -> Tensor:
     """Return least damping, its error and the predictions of one network, ``(rates, 5, S)``."""
-    model = network(name, config, train)
-    fit(
-        model,
-        SGD(model.parameters(), lr=0.05, momentum=0.9),
-        train,
-        64,
-        config.num_epochs,
-        config.seed,
-    )
-    risk = Risk(model, cross_entropy, train)
+    risk = Risk(trained_network(name, config, train), cross_entropy, train)
     advice = measures.advise(
         risk, batch_sizes=config.batch_sizes, optimizer="adam", generator=seeded(config.seed)
     )
@@ -172,21 +169,11 @@ def _measure(config: Config, train: Samples, name: str) -> Tensor:
     )
     rows = []
     for rate in config.rates:
-        # Bisection finds the largest inverse of the damping.
-        limits = [
-            measures.trainable_rate(
-                risk,
-                _damped(config, rate),
-                batch_size=size,
-                start=float(start) / rate,
-                num_steps=config.num_steps,
-                num_trials=config.num_trials,
-                generator=seeded(config.seed),
-            )
-            for size, start in zip(config.batch_sizes, edge, strict=True)
-        ]
-        inverse = column(map(float, limits))
-        errors = column(float(limit.error()) for limit in limits) / inverse.square()
+        # The inverse x of the damping is bisected like a learning rate: the step is (alpha x) g, so
+        # that x = edge / alpha is a good start.
+        inverse, errors = largest_rates(risk, _damped(config, rate), config, edge / rate)
+        # |d(1/x)| = |dx| / x^2
+        errors = errors / inverse.square()
         # Where every damping that was tried trains, the least one is not known.
         inverse = torch.where(errors.isinf(), torch.nan, inverse)
         guesses = [rate * advice.damping.mean, rate * advice.damping_papers.mean, rate / edge]
@@ -199,6 +186,7 @@ def _damped(config: Config, rate: float) -> Callable[[Any, float], Optimizer]:
 
     def make(model: Any, inverse: float) -> Optimizer:
         settings: Any = {"lr": rate, "delta": 1 / inverse, "weight_decay": 0.0}
+        # K-FAC needs the model, the others its parameters.
         params = list(model.parameters())
         return create_optimizer(config.optimizer, params, model=model, **settings)
 
@@ -210,8 +198,10 @@ def figure(result: Result) -> style.Figure:
     c = result.config
     drawing, axes = plots.panels(len(c.rates), len(c.networks), width=4.0, height=3.0)
     for index, ax in enumerate(axes):
+        # One row of panels per learning rate.
         j, i = divmod(index, len(c.networks))
         values = result.least[i, j].numpy()
+        # An interval that reaches zero has no place on a logarithmic scale.
         errors = result.errors[i, j].numpy().clip(max=0.6 * values)
         style.bars(ax, c.batch_sizes, values, yerr=errors, color="black", label="measured")
         for k, label in enumerate(PREDICTIONS):
@@ -235,6 +225,7 @@ def evidence(result: Result) -> list[Evidence]:
     rows = []
     for j, rate in enumerate(c.rates):
         values = slopes[:, j]
+        # delta ~ 1 / B, to 0.3 in the exponent.
         agrees = bool(((values + 1).abs() < 0.3).all())
         rows.append(
             Evidence(
@@ -255,7 +246,7 @@ def evidence(result: Result) -> list[Evidence]:
 
 
 def _ratios(result: Result) -> Evidence:
-    """Return how far the predictions are from the measured dampings."""
+    """Return the ratios of the measured dampings to the predicted ones."""
     # At the largest batches there is little noise, and the curvature of all data takes over.
     noisy = [i for i, size in enumerate(result.config.batch_sizes) if size < 200]
     ratios = result.least[..., None, noisy] / result.predicted[..., noisy]

@@ -117,23 +117,7 @@ def run(
     digits: Any = data.load("digits")
     # The first samples, so that smaller configurations measure a subset.
     images = digits.train.take(config.num_samples)
-    # Layers draw from the global generator, which the user may have seeded.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)
-        model = network().to(device)
-    trained = training.fit(
-        model,
-        images,
-        test=digits.test,
-        num_epochs=config.num_epochs,
-        batch_size=config.batch_size,
-        optimizer="sgd",
-        optimizer_settings={"lr": 0.05, "weight_decay": 5e-4},
-        schedule="linear",
-        average_from=config.num_epochs * 2 // 3 + 1,
-        seed=config.seed,
-        progress=progress,
-    )
+    model, trained = _train(config, images, digits.test, device, progress)
     risk = Risk(model, cross_entropy, images.tensors(), batch_size=config.batch_size)
     test = Risk(model, cross_entropy, digits.test.tensors())
     spectra = {
@@ -177,6 +161,29 @@ def run(
         sharpness=report,
         temperature=calibration,
         folded=float(largest),
+    )
+
+
+def _train(
+    config: Config, images: Any, test: Any, device: torch.device | str, progress: bool | Progress
+) -> tuple[nn.Module, TrainingResult]:
+    # Layers draw from the global generator, which the user may have seeded.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
+        model = network().to(device)
+    return model, training.fit(
+        model,
+        images,
+        test=test,
+        num_epochs=config.num_epochs,
+        batch_size=config.batch_size,
+        optimizer="sgd",
+        optimizer_settings={"lr": 0.05, "weight_decay": 5e-4},
+        schedule="linear",
+        # The last third of the epochs.
+        average_from=config.num_epochs * 2 // 3 + 1,
+        seed=config.seed,
+        progress=progress,
     )
 
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from ritz import data, models, plots, training
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
-from ritz._core.results import format_uncertain
+from ritz._core.results import stderr
 from ritz.curvature import Risk, hessian
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs, frobenius_norm, trace
-from ritz.studies._evidence import Evidence
+from ritz.studies._evidence import Evidence, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -160,6 +160,7 @@ class Result(StudyResult[Config]):
 def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return accuracy and curvature of every network, weight decay and seed."""
     images: Any = data.load(config.dataset, data_dir=config.data, validation=config.num_validation)
+    # A cell has what _train takes after the images.
     cells = {
         f"{network} {decay:g} {seed}": (network, epochs, decay, seed)
         for network, epochs in zip(config.networks, config.num_epochs, strict=True)
@@ -192,6 +193,7 @@ def figure(result: Result) -> style.Figure:
     drawing, axes = plots.panels(1, len(networks), width=3.4, height=3.0)
     for axis, network in zip(axes, networks, strict=True):
         sharpness, accuracy = result.row(network, "lambda_max"), result.row(network, "accuracy")
+        # One point per run, one colour per decay.
         for decay, x, y in zip(result.config.decays, sharpness, accuracy, strict=True):
             axis.scatter(x, 100 * y, s=18, label=f"weight decay {decay:g}")
         label = "largest eigenvalue of the Hessian"
@@ -204,6 +206,7 @@ def evidence(result: Result) -> list[Evidence]:
     """Return the published figures beside ours."""
     rows = []
     for network in result.config.networks:
+        # Figures were published for logistic regression only.
         known = PAPER if network == "logistic" else {}
         where = {"logistic": "Section 4, Figure 2", "mlp": "Section 4, Figure 3"}.get(
             network, "Section 4 (there on CIFAR-100)"
@@ -212,7 +215,7 @@ def evidence(result: Result) -> list[Evidence]:
             values = result.row(network, measure)
             gain = values[-1] - values[0]
             # One-sided and paired: each seed has the same split and initial weights.
-            grows = bool(gain.mean() > 2 * gain.std() / len(gain) ** 0.5)
+            grows = bool(gain.mean() > 2 * stderr(gain))
             scale = 100 if measure == "accuracy" else 1
             rows.append(
                 Evidence(
@@ -244,12 +247,6 @@ def evidence(result: Result) -> list[Evidence]:
     return rows
 
 
-def spread(values: Tensor) -> str:
-    """Return mean and standard error over seeds as text."""
-    error = float(values.std()) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return format_uncertain(float(values.mean()), error)
-
-
 def _train(
     config: Config, images: Any, network: str, epochs: int, decay: float, seed: int
 ) -> Tensor:
@@ -268,6 +265,7 @@ def _train(
     op = hessian(risk)
     # One pair without a search for multiplicities: only its value is compared.
     top = eigenpairs(op, largest=1, rtol=1e-3, vectors=False, certify="none")
+    # The order of MEASURES.
     numbers = [score["accuracy"] for score in scores] + [scores[-1]["loss"]]
     numbers += [float(top.values[-1]), float(top.residuals[-1])]
     # tr H is positive for logistic regression, which is convex; |H|_F is a measure for all.

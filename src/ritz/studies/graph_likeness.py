@@ -117,6 +117,7 @@ class Result(StudyResult[Config]):
             shares = {kind: separation(matrix, self.kinds, kind)["ordered"] for kind in kinds}
             text = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
             lines.append(f"  {name:40}{text}")
+        # The exceptions by name, not only their share.
         pairs = misplaced(nearest.matrix, nearest.names, self.kinds) or ["none"]
         lines.append(
             "Graphs that are nearer to a graph of another kind than to one of the same kind:"
@@ -150,6 +151,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
         for letter, part in zip("ab", order.tensor_split([graph.num_nodes // 2]), strict=True):
             # Edges between the halves are lost: a half has about half of every degree.
             halves[f"{name} {letter}"] = _moments(graph.subgraph(part), config, generator)
+    # Halves first, two of each graph in a row, then the whole graphs.
     apart, others = _halves_apart(graphs.similarity(halves | wholes).matrix, len(sizes))
     return Result(
         config=config,
@@ -170,6 +172,7 @@ def evidence(result: Result) -> list[Evidence]:
     alone, kinds = matrix[places][:, places], [result.kinds[place] for place in places]
     rows = []
     for kind in dict.fromkeys(result.kinds):
+        # The published kinds are compared with each other alone, as published.
         known = kind in PUBLISHED
         distances, compared = (alone, kinds) if known else (matrix, list(result.kinds))
         apart = separation(distances, compared, kind)
@@ -192,6 +195,7 @@ def figure(result: Result) -> style.Figure:
     """Draw the heat map of the graphs, and halves against others."""
     likeness = result.likeness["symmetric_kl"]
     names, places = likeness.names, range(len(likeness.names))
+    # Room for a name beside every row and below every column.
     side = 2.0 + 0.45 * len(names)
     drawing, axes = plots.panels(1, 2, width=side, height=side - 1)
     groups = tuple(len(names) for names in result.config.kinds.values())
@@ -246,6 +250,7 @@ def misplaced(matrix: Tensor, names: tuple[str, ...], kinds: tuple[str, ...]) ->
     lines = []
     for place, kind in enumerate(kinds):
         others = [j for j, other in enumerate(kinds) if other != kind]
+        # Pairs of the same kind, and the graphs of other kinds that are nearer.
         for i in (i for i, other in enumerate(kinds) if other == kind and i != place):
             if nearer := [names[j] for j in others if matrix[place, j] < matrix[place, i]]:
                 far = f"{names[i]} ({float(matrix[place, i]):.3g})"
@@ -301,6 +306,7 @@ def _halves_apart(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     The matrix has ``2 count`` halves, two of each graph in a row, and then ``count`` wholes.
     """
+    # The graph that each row belongs to.
     owner = torch.cat([torch.arange(count).repeat_interleave(2), torch.arange(count)])
     apart = matrix[torch.arange(0, 2 * count, 2), torch.arange(1, 2 * count, 2)]
     # A half is not compared with itself, its other half or its whole.

@@ -78,6 +78,7 @@ class Config:
     @property
     def cases(self) -> dict[str, tuple[Model, int]]:
         """Model and number of neighbours of every row, by name of the row."""
+        # Rows of the same model are adjacent in the table.
         rows: dict[str, tuple[Model, int]] = {one: (one, self.num_neighbors) for one in MODELS}
         rows |= {f"watts_strogatz, {k}": ("watts_strogatz", k) for k in self.other_neighbors}
         return dict(sorted(rows.items(), key=lambda item: MODELS.index(item[1][0])))
@@ -132,6 +133,7 @@ class Result(StudyResult[Config]):
         estimates, truth = self.estimates[case], self.truths[case]
         mean, error = estimates.mean(1), estimates.std(1) / estimates.shape[1] ** 0.5
         means = [f"{a:.4g} ± {b:.2g}" for a, b in zip(mean, error, strict=True)]
+        # The published mean, and its distance from the truth.
         paper = [
             f"{PAPER[model][size]:.4g}, {abs(PAPER[model][size] - float(true)):.2g}"
             if size in PAPER[model]
@@ -171,6 +173,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     rows = list(product(config.cases.items(), enumerate(config.sizes)))
     for (case, (model, k)), (i, size) in track(rows, "parameters", progress):
         for j in range(config.num_seeds):
+            # The same seeds for every size and model; those of other configurations do not overlap.
             generator = seeded(100_000 * config.seed + j)
             graph = _draw(model, size, float(truths[case][i]), k, generator)
             cells[case][:, i, j] = _search(graph, model, truths[case][i], config, generator)
@@ -212,6 +215,7 @@ def evidence(result: Result) -> list[Evidence]:
                 why="" if bool(good.all()) else "ours is further from the truth in one size",
             )
         )
+    # A graph is recognised if its own model has the least divergence.
     right = (result.divergences.argmin(2) == MODELS.index("barabasi_albert")).sum(1).tolist()
     rows.append(
         Evidence(

@@ -114,6 +114,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     exact, densities, errors = {}, {}, {}
     for name, graph in study.track(made.items(), "graphs", progress):
         exact[name] = values = graphs.eigenvalues(graph)
+        # All moments at once: fewer moments are the first of more.
         sampled = graphs.moments(
             graph,
             num_moments=max(*config.counts, *config.drawn),
@@ -122,6 +123,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
             generator=generator,
         )
         fits = [_density(sampled, count) for count in config.counts]
+        # From the histogram of the exact eigenvalues.
         divergences[name] = study.column(
             histogram_divergence(values, one, config.num_bins) for one in fits
         )

@@ -43,8 +43,8 @@ DIFFERENCE = (
     "; 30 moments cannot resolve eigenvalues below 1/900 of the largest, and the published code "
     "ends its grid at a point that acts as prior knowledge"
 )
-# The method whose colour a published curve has.
-KIN = {"MEMe": "maxent", "Chebyshev": "chebyshev", "Lanczos": "lanczos 50 probes"}
+# Our method for each published one; both have the same colour.
+COUNTERPARTS = {"MEMe": "maxent", "Chebyshev": "chebyshev", "Lanczos": "lanczos 50 probes"}
 
 
 @record
@@ -148,7 +148,7 @@ def evidence(result: Result) -> list[Evidence]:
     rows = []
     # The published errors are for one size.
     for name, errors in PAPER.items() if result.config.size == Config().size else ():
-        rms = result.rms(KIN[name])
+        rms = result.rms(COUNTERPARTS[name])
         # Agrees if it is within a factor of two in at least half of the columns.
         near = (rms / torch.tensor(errors, dtype=torch.float64)).log2().abs() < 1
         rows.append(
@@ -188,7 +188,9 @@ def figure(result: Result) -> style.Figure:
     colours = {line.get_label(): line.get_color() for line in axis.get_lines()}
     for name, errors in PAPER.items():
         label = f"published, n = 1000: {name}"
-        axis.plot(LENGTHSCALES, errors, linestyle=":", color=colours[KIN[name]], label=label)
+        axis.plot(
+            LENGTHSCALES, errors, linestyle=":", color=colours[COUNTERPARTS[name]], label=label
+        )
     axis.set(yscale="log", xlabel="length scale", ylabel="relative error of log det, rms")
     axis.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return drawing

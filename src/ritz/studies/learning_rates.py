@@ -1,25 +1,24 @@
 """Largest learning rates over batch sizes, against the edge of stability: Fig. 5.7-5.10, 5.15-5.16.
 
 After *Spectral Machine Learning*, section 5.7. For several networks and batch sizes, with and
-without momentum, bisection finds the largest learning rate that a short training stands, from
-trained weights (the loss does not double) and from initial ones (the loss falls). It is compared
-with the edge of local stability of the predicted curvature of batches. Full trainings compare the
-linear with the square-root rule, and the distance from the initial weights with the test error.
+without momentum, bisection finds the largest learning rate at which a short training does not
+diverge. From trained weights the loss must not double; from initial weights it must fall. The
+largest rate is compared with the edge of local stability, which follows from the predicted
+curvature of batches. Full trainings compare the linear with the square-root rule, and the distance
+from the initial weights with the test error.
 """
 
 import copy
-import math
-from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d, cross_entropy
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
 
-from ritz import data, measures, models, plots
+from ritz import measures, plots
 from ritz._core.progress import Progress
 from ritz.curvature import Risk, distance, summary
 from ritz.plots._shared import style
@@ -34,16 +33,20 @@ from ritz.studies._protocol import (
     row,
     seeded,
 )
+from ritz.studies._training import (
+    Samples,
+    exponents,
+    initial_network,
+    largest_rates,
+    load_pooled,
+    train_epochs,
+    trained_network,
+)
 
 POINTS = ("trained", "initial")
 OPTIMIZERS = ("SGD", "Adam")
 RULES = ("linear", "square root")
 LARGEST = 64  # batch size up to which exponents are fitted: beyond it the rate is flat
-
-# Small networks for a CPU.
-NARROW = {"mlp": {"hidden": (64,)}, "lenet": {"width": 2}}
-
-Samples = tuple[Tensor, Tensor]
 
 
 @record
@@ -106,7 +109,7 @@ class Result(StudyResult[Config]):
     Attributes:
         edges: Edge of local stability, ``(networks, points, momenta, S)``.
         edge_errors: Half a 95 % interval of it, same shape.
-        largest: Largest learning rate that trials stand, same shape.
+        largest: Largest learning rate at which trials do not diverge, same shape.
         largest_errors: Half a 95 % interval of it, same shape.
         curvature: Largest eigenvalue of batches: the best prediction, the papers' additive and
             their multiplicative model, ``(3, n, points, momenta, S)``; the same for all momenta.
@@ -127,16 +130,17 @@ class Result(StudyResult[Config]):
     def exponents(self, values: Tensor) -> Tensor:
         """Return the exponents of rates ``(n, points, momenta, S)`` over small batches."""
         sizes = [size for size in self.config.batch_sizes if size <= LARGEST]
-        rows = values[..., : len(sizes)].flatten(0, -2)
-        return column(exponent(sizes, one) for one in rows).view(values.shape[:-1])
+        return exponents(sizes, values)
 
     def __str__(self) -> str:
         c = self.config
         head = row("largest rate / edge", c.batch_sizes, ">10,", width=34)
         lines = [f"{head}   exponent  predicted  additive  multiplicative"]
         fits = [self.exponents(self.largest)]
+        # Where curvature sets the limit, the rate is proportional to its inverse.
         fits += [self.exponents(1 / curve) for curve in self.curvature]
         for i, j, k in product(*map(range, self.edges.shape[:3])):
+            # Above 1 the network trains beyond the edge of local stability.
             ratio = self.largest[i, j, k] / self.edges[i, j, k]
             title = f"{c.networks[i]}, {POINTS[j]}, momentum {c.momenta[k]:g}"
             slopes = row("", (fit[i, j, k] for fit in fits), ">11.2f", width=0)
@@ -162,11 +166,12 @@ def run(
     state: StatePath = None,
 ) -> Result:
     """Return the largest learning rates of all networks, and the trainings by two rules."""
-    train, test = load(config, device)
+    train, test = load_pooled(config, device)
     pairs, triples = (
         product(config.networks, POINTS),
         product(OPTIMIZERS, RULES, config.batch_sizes),
     )
+    # Two kinds of cells: limits of a network at a point, and trainings by a rule.
     places: dict[str, tuple[Any, ...]] = {", ".join(cell): cell for cell in pairs}
     trainings: dict[str, tuple[Any, ...]] = {", ".join(map(str, cell)): cell for cell in triples}
 
@@ -199,41 +204,28 @@ def run(
 
 def _limits(config: Config, train: Samples, name: str, point: str) -> Tensor:
     """Return edges, largest rates and curvatures of one network, ``(7, momenta, S)``."""
-    model = network(name, config, train)
-    if point == "trained":
-        fit(
-            model,
-            SGD(model.parameters(), lr=0.05, momentum=0.9),
-            train,
-            64,
-            config.num_epochs,
-            config.seed,
-        )
-    risk = Risk(model, cross_entropy, train)
+    make = trained_network if point == "trained" else initial_network
+    risk = Risk(make(name, config, train), cross_entropy, train)
     prediction = measures.batch_prediction(
         risk, batch_sizes=config.batch_sizes, generator=seeded(config.seed)
     )
     value = prediction.best.value
+    # In the order of `curvature` of the result.
     models = (prediction.best, prediction.additive, prediction.multiplicative)
     parts = []
     for momentum in config.momenta:
         kind: Any = "momentum" if momentum else "sgd"
+        # The edge of stability 2 (1 + momentum) / lambda_1(B) of a batch of B samples.
         edge = measures.stable_rate(value.mean, optimizer=kind, momentum=momentum)
-        limits = [
-            measures.trainable_rate(
-                risk,
-                partial(_sgd, momentum=momentum),
-                batch_size=size,
-                start=float(start),
-                num_steps=config.num_steps,
-                num_trials=config.num_trials,
-                # From initial weights, training has to lower the loss.
-                limit=2.0 if point == "trained" else 1.0,
-                generator=seeded(config.seed),
-            )
-            for size, start in zip(config.batch_sizes, edge, strict=True)
-        ]
-        largest, errors = column(map(float, limits)), column(float(x.error()) for x in limits)
+        largest, errors = largest_rates(
+            risk,
+            partial(_sgd, momentum=momentum),
+            config,
+            edge,
+            # From initial weights, training has to lower the loss.
+            limit=2.0 if point == "trained" else 1.0,
+        )
+        # d(1/x)/(1/x) = -dx/x: the relative error of the edge is that of the eigenvalue.
         rows = [edge, edge * value.error() / value.mean, largest, errors]
         parts.append(torch.stack([*rows, *(curve.value.mean for curve in models)]))
     return torch.stack(parts, 1)
@@ -247,8 +239,9 @@ def _scores(
     config: Config, train: Samples, test: Samples, optimizer: str, rule: str, batch_size: int
 ) -> Tensor:
     """Return test error, training loss and distance of one training, ``(3,)``."""
-    model = network(config.networks[-1], config, train)
+    model = initial_network(config.networks[-1], config, train)
     initial = copy.deepcopy(model)
+    # The linear rule scales the rate by B / B_0, the other rule by the square root of it.
     factor = batch_size / config.base
     factor = factor if rule == "linear" else factor**0.5
     made: Optimizer
@@ -256,68 +249,14 @@ def _scores(
         made = SGD(model.parameters(), lr=config.sgd_rate * factor, momentum=0.9)
     else:
         made = Adam(model.parameters(), lr=config.adam_rate * factor)
-    fit(model, made, train, batch_size, config.rules_epochs, config.seed)
+    train_epochs(model, made, train, batch_size, config.rules_epochs, seeded(config.seed))
     if not all(bool(p.isfinite().all()) for p in model.parameters()):
         return torch.full((3,), torch.nan, dtype=torch.float64)  # diverged
+    # Without batch statistics, so that the loss does not depend on the cut into batches.
     model.eval()
     here, held = (Risk(model, cross_entropy, part) for part in (train, test))
     wrong = 1 - (summary(held).accuracy or 0.0)
     return column([wrong, here.loss(), distance(here, initial).l2])
-
-
-# ------------------------------------------------------------------------------------------
-# Data, networks and training, also of the study of damping.
-
-
-def load(config: Any, device: torch.device | str) -> tuple[Samples, Samples]:
-    """Return training and test data as tensors."""
-    images: Any = data.load(config.dataset, data_dir=config.data, device=device)
-    count = min(config.num_samples, len(images.train))
-    train = images.train.take(count, generator=seeded(config.seed))
-    (inputs, labels), (held, held_labels) = train.tensors(), images.test.tensors()
-    pooled = partial(avg_pool2d, kernel_size=config.pool)
-    return (pooled(inputs), labels), (pooled(held), held_labels)
-
-
-def network(name: str, config: Any, train: Samples) -> nn.Module:
-    """Return a network by name, with initial weights that depend on the seed only."""
-    classes, shape = int(train[1].max()) + 1, tuple(train[0].shape[1:])
-    options: Any = NARROW.get(name, {})
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)
-        model = models.create(name, input_shape=shape, num_classes=classes, **options)
-    return model.to(train[0].device)
-
-
-def fit(
-    model: nn.Module,
-    optimizer: Optimizer,
-    train: Samples,
-    batch_size: int,
-    num_epochs: int,
-    seed: int,
-) -> None:
-    """Train for some epochs of whole batches, at a constant learning rate."""
-    inputs, labels = train
-    generator = seeded(seed)
-    model.train()
-    for _ in range(num_epochs):
-        order = torch.randperm(len(inputs), generator=generator).to(inputs.device)
-        for rows in order.split(batch_size)[: len(inputs) // batch_size]:
-            optimizer.zero_grad()
-            cross_entropy(model(inputs[rows]), labels[rows]).backward()
-            optimizer.step()
-
-
-def exponent(sizes: Sequence[int], rates: Tensor) -> float:
-    """Return the exponent of a power law through rates ``(S,)`` over batch sizes, without NaN."""
-    x, y = torch.tensor(sizes, dtype=torch.float64).log(), rates.log()
-    x, y = x[y.isfinite()], y[y.isfinite()]
-    if len(x) < 2:
-        return math.nan
-    # The slope of the least-squares line
-    x = x - x.mean()
-    return float(x @ y / (x @ x))
 
 
 # ------------------------------------------------------------------------------------------
@@ -331,6 +270,7 @@ def figure(result: Result) -> style.Figure:
     for i, name in enumerate(result.config.networks):
         _draw_rates(axes[i], result, i)
         style.set_title(axes[i], name)
+    # The second row has three panels, and the first one panel per network.
     for spare in axes[n : max(n, 3)]:
         spare.remove()
     below = axes[max(n, 3) :]
@@ -382,6 +322,7 @@ def evidence(result: Result) -> list[Evidence]:
     rows = []
     for k, momentum in enumerate(c.momenta):
         values, guess = measured[:, 0, k], predicted[:, 0, k]
+        # Within 0.2 of the linear rule, alpha ~ B.
         linear = bool(((values - 1).abs() < 0.2).all())
         rows.append(
             Evidence(
@@ -402,6 +343,7 @@ def evidence(result: Result) -> list[Evidence]:
 def _rule(result: Result, optimizer: int) -> Evidence:
     """Return which rule has the smaller test error at the largest batch."""
     place = max(range(len(result.config.batch_sizes)), key=result.config.batch_sizes.__getitem__)
+    # A training that diverged has 100 % errors.
     errors = 100 * result.test_errors[optimizer, :, place].nan_to_num(nan=100.0)
     linear = float(errors[0]) < float(errors[1])
     expected = optimizer == 0  # SGD follows the linear rule, Adam the square root
@@ -420,7 +362,7 @@ def _rule(result: Result, optimizer: int) -> Evidence:
 def _far(result: Result) -> Evidence:
     """Return how test error and distance from the initial weights go together, for SGD."""
     pairs = torch.stack([result.distances[0].flatten(), result.test_errors[0].flatten()])
-    pairs = pairs[:, pairs.isfinite().all(0)]
+    pairs = pairs[:, pairs.isfinite().all(0)]  # runs that diverged are NaN
     correlation = float(torch.corrcoef(pairs)[0, 1])
     return Evidence(
         paper="SPECTRA",
@@ -428,6 +370,7 @@ def _far(result: Result) -> Evidence:
         what="correlation of test error with the distance from the initial weights, SGD",
         published="runs that move farther generalise better",
         measured=f"{correlation:.2f}",
+        # Farther and better: distances and errors go in opposite directions.
         verdict="agrees" if correlation < 0 else "differs",
         why="shorter runs move less and learn less" if correlation < 0 else "",
     )

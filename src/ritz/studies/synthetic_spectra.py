@@ -93,6 +93,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     runs take seconds.
     """
     n, generator = config.size, seeded(config.seed)
+    # Float32 by default: a matrix of order 10,000 then takes 400 MB.
     common: Any = {"dtype": getattr(torch, config.precision), "generator": generator}
     # Functions, so that only one matrix of order 10,000 is in memory.
     ensembles: dict[str, Callable[[], tuple[LinearOperator, Tensor]]] = {
@@ -124,6 +125,7 @@ def evidence(result: Result) -> list[Evidence]:
         ]
         width = float(case.exact.max() - case.exact.min())
         top = abs(float(case.spectrum.values.max() - case.exact.max()))
+        # Within a twentieth of the width of the spectrum.
         near = top < 0.05 * width
         rows.append(
             Evidence(
@@ -146,6 +148,7 @@ def figure(result: Result) -> style.Figure:
     rows = -(-len(result.cases) // 2)
     drawing, axes = plots.panels(rows, 2, height=2.9)
     for ax, case in zip(axes, result.cases, strict=False):
+        # The network-like matrix has no law.
         law = LAWS.get(case.name)
         plots.against_exact(case.spectrum, case.exact, diagonal=case.diagonal, law=law, ax=ax)
         ax.set_title(f"{case.name}, {len(case.spectrum.values)} steps", loc="left")

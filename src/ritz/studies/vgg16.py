@@ -1,8 +1,8 @@
 """VGG-16 on CIFAR-100 by six optimisers: Gadam paper, Tables 2, 9 and 15; Flatness, section 5.
 
 Every run is a folder ``METHOD-SEED`` below ``runs``, with its log and its checkpoint. A run that is
-finished is read from its log, one that was interrupted resumes, and the others are trained, unless
-``train`` is false. So the table can be computed run by run and on several machines. At the end of a
+finished is read from its log, and one that was interrupted resumes. The others are trained, unless
+``train`` is false. So the runs can be computed one by one and on several machines. At the end of a
 run the Hessian of the training loss is measured, at the last and at the averaged weights, in both
 modes of batch norm.
 
@@ -23,13 +23,12 @@ from torch.nn.functional import cross_entropy
 from ritz import data, models, optim, plots, training
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress
-from ritz._core.results import format_uncertain
 from ritz._core.storage import to_json, write_text
 from ritz._core.training_config import TrainingPrecision
 from ritz.curvature import Risk, hessian
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs, frobenius_norm, trace
-from ritz.studies._evidence import Evidence
+from ritz.studies._evidence import Evidence, spread
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track, versions
 
 # Settings of Table 2 and appendix B.2; averaged methods average from epoch 161 of 300.
@@ -109,6 +108,8 @@ class Result(StudyResult[Config]):
         training: Training accuracy in the last epoch, same shape.
         norms: Norm of the weights at the end, of the last iterate and of the average,
             ``(2, methods, num_seeds)``.
+        top5: Top-5 test accuracy of the last iterate and of the average, same shape; ``None`` in
+            results from before it was logged.
         curvature: By ``CURVATURE``, last iterate or average, mode of batch norm (train, eval),
             method and seed, ``(3, 2, 2, methods, num_seeds)``.
     """
@@ -118,6 +119,7 @@ class Result(StudyResult[Config]):
     training: Tensor
     norms: Tensor
     curvature: Tensor
+    top5: Tensor | None = None
 
     def best(self) -> Tensor:
         """Return the accuracy of the average, or of the last iterate of methods without one."""
@@ -138,6 +140,10 @@ class Result(StudyResult[Config]):
             ]
             count = int(self.last[i].isfinite().sum())
             lines.append(f"{name:10}{count:>5}" + "".join(cells) + f"{PAPER[name]:>11.2f}")
+        top5 = [] if self.top5 is None else self.top5.unbind(1)
+        for name, scores in zip(c.methods, top5, strict=False):
+            both = [spread(100 * values) for values in scores]
+            lines.append(f"{f'{name}, top 5':24}{both[0]:>9}{both[1]:>18}")
         lines.append(f"{'Hessian at the end':34}" + "".join(f"{name:>17}" for name in CURVATURE))
         for i, name in enumerate(c.methods):
             for j, weights in enumerate(("last", "average")):
@@ -152,7 +158,8 @@ class Result(StudyResult[Config]):
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return accuracies and curvature of all runs; train those that are missing."""
     shape = (len(config.methods), config.num_seeds)
-    accuracies = torch.full((3, *shape), math.nan, dtype=torch.float64)
+    # NaN stands for a run that is missing.
+    accuracies = torch.full((5, *shape), math.nan, dtype=torch.float64)
     norms = torch.full((2, *shape), math.nan, dtype=torch.float64)
     curvature = torch.full((3, 2, 2, *shape), math.nan, dtype=torch.float64)
     cells = [(i, j) for j in range(shape[1]) for i in range(shape[0])]
@@ -162,20 +169,21 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
         if config.train:
             _train(config, config.methods[i], config.seed + j, folder)
         metrics = _metrics(folder, config.num_epochs)
-        names = ("test_accuracy", "average_test_accuracy", "train_accuracy")
+        names = ("test_accuracy", "average_test_accuracy", "train_accuracy",
+                 "test_top5_accuracy", "average_test_top5_accuracy")  # fmt: skip
         accuracies[:, i, j] = torch.tensor([metrics.get(name, math.nan) for name in names])
         # Place 0 is the last iterate, place 1 the average.
         for place, values in enumerate(_measured(folder)):
             norms[place, i, j] = values["norm"]
             numbers = [[values[mode][name] for mode in MODES] for name in CURVATURE]
             curvature[:, place, :, i, j] = torch.tensor(numbers, dtype=torch.float64)
-    last, average, training_accuracy = accuracies
+    last, average, training_accuracy, *top5 = accuracies
     # The machine that reads logs is not the one that trained.
     origin = {} if config.train else {"machine": "read from the logs of the runs"}
     return Result(
         versions=versions() | origin,
         config=config, last=last, average=average, training=training_accuracy, norms=norms,
-        curvature=curvature,
+        curvature=curvature, top5=torch.stack(top5),
     )  # fmt: skip
 
 
@@ -216,6 +224,7 @@ def evidence(result: Result) -> list[Evidence]:
                     why="" if near else f"{gap:+.2f}",
                 )
             )
+    # Only these two were published.
     if {"sgd", "gadam"} <= set(c.methods):
         rows += _sharpness(result, c.methods.index("sgd"), c.methods.index("gadam"))
     return rows
@@ -224,6 +233,7 @@ def evidence(result: Result) -> list[Evidence]:
 def _sharpness(result: Result, sgd: int, gadam: int) -> list[Evidence]:
     rows = []
     for k, mode in enumerate(MODES):
+        # As published: SGD at its last weights and Gadam at its average.
         plain = result.curvature[0, 0, k, sgd].nanmean()
         averaged = result.curvature[0, 1, k, gadam].nanmean()
         if bool(torch.isfinite(plain + averaged)):
@@ -241,21 +251,13 @@ def _sharpness(result: Result, sgd: int, gadam: int) -> list[Evidence]:
     return rows
 
 
-def spread(values: Tensor) -> str:
-    """Return mean and standard error of the finite values as text."""
-    finite = values[values.isfinite()]
-    if not len(finite):
-        return "-"
-    error = float(finite.std()) / math.sqrt(len(finite)) if len(finite) > 1 else 0.0
-    return format_uncertain(float(finite.mean()), error) if error else f"{float(finite[0]):.5g}"
-
-
 # ------------------------------------------------------------------------------------------
 # One run and its files.
 
 
 def _train(config: Config, name: str, seed: int, folder: Path) -> None:
     """Train a run unless it is finished, and measure it unless that is done."""
+    # An interrupted call may have trained the run and not measured it.
     trained = bool(_metrics(folder, config.num_epochs))
     if trained and (not config.measured or _measured(folder)):
         return
@@ -268,12 +270,13 @@ def _train(config: Config, name: str, seed: int, folder: Path) -> None:
     # Augmented by crops and flips, as fit does for this data set by default.
     options = dict(METHODS[name])
     options["average_from"] = config.start if options.pop("averaged", False) else None
+    # The optimiser takes these two; the others are options of fit.
     settings = {key: options.pop(key) for key in ("lr", "weight_decay")}
     if not trained:
         training.fit(
             model, images, num_epochs=config.num_epochs, batch_size=128, schedule="linear",
             precision=config.precision, seed=seed, evaluate_every=25, optimizer_settings=settings,
-            checkpoint=folder, log=folder / "log.jsonl", progress=True, **options,
+            checkpoint=folder, log=folder / "log.jsonl", progress=True, top_k=5, **options,
         )  # fmt: skip
     if config.measured:
         measured = []
@@ -292,6 +295,7 @@ def _measure(model: nn.Module, images: data.Split, seed: int) -> dict[str, Any]:
         op = hessian(risk)  # of the loss without the weight decay
         top = eigenpairs(op, largest=1, rtol=0.01, vectors=False, certify="none",
                          generator=seeded(seed))  # fmt: skip
+        # Two dozen probes: the compared networks differ by factors.
         probes: Any = {"num_probes": 24, "generator": seeded(seed)}
         numbers = [top.values[-1], frobenius_norm(op, **probes).mean, trace(op, **probes).mean]
         values[mode] = dict(zip(CURVATURE, torch.stack(numbers).tolist(), strict=True))
@@ -301,6 +305,7 @@ def _measure(model: nn.Module, images: data.Split, seed: int) -> dict[str, Any]:
 def _metrics(folder: Path, num_epochs: int) -> Mapping[str, float]:
     """Return the last line of the log of a finished run; nothing if it is not finished."""
     path = folder / "log.jsonl"
+    # The last line is that of the last evaluation.
     lines = path.read_text().splitlines() if path.exists() else []
     last: dict[str, float] = json.loads(lines[-1]) if lines else {}
     return last if last.get("epoch") == num_epochs and "test_accuracy" in last else {}

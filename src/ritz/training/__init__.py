@@ -1,4 +1,11 @@
-"""Training: a loop that resumes bit for bit, its log and checkpoints, and curvature monitors."""
+"""Training: a loop that resumes bit for bit, its log and checkpoints, monitors and sweeps.
+
+``LightningCallback`` and ``TrainerCallback`` (Hugging Face) need these libraries, and import them
+when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ritz._core.training_config import TrainingConfig
 from ritz.training._assembly import optimizer_names, preset_config, register_optimizer
@@ -10,22 +17,52 @@ from ritz.training._folder import (
     read_weights,
     save_weights,
 )
-from ritz.training._monitor import CurvatureMonitor
-from ritz.training._run import TrainingResult
+from ritz.training._monitor import CurvatureMonitor, scalars
+from ritz.training._quantities import quantity_names, register_quantity
+from ritz.training._result import TrainingResult
 from ritz.training._step import evaluate
+from ritz.training._sweep import SweepResult, sweep
+from ritz.training._writers import MlflowWriter, WandbWriter
+
+if TYPE_CHECKING:
+    from ritz.training._lightning import LightningCallback as LightningCallback
+    from ritz.training._transformers import TrainerCallback as TrainerCallback
 
 __all__ = [
     "CheckpointError",
     "CurvatureMonitor",
+    "MlflowWriter",
+    "SweepResult",
     "TrainingConfig",
     "TrainingResult",
+    "WandbWriter",
     "evaluate",
     "fit",
     "load_weights",
     "optimizer_names",
     "preset_config",
+    "quantity_names",
     "read_log",
     "read_weights",
     "register_optimizer",
+    "register_quantity",
     "save_weights",
+    "scalars",
+    "sweep",
 ]
+
+# Not in __all__: without the library, the name cannot be imported.
+_OPTIONAL = {"LightningCallback": "_lightning", "TrainerCallback": "_transformers"}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _OPTIONAL:
+            raise AttributeError(f"module 'ritz.training' has no attribute {name!r}")
+        value = getattr(import_module(f"ritz.training.{_OPTIONAL[name]}"), name)
+        globals()[name] = value  # the next use does not call this function
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_OPTIONAL])

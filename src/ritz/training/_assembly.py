@@ -2,9 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from ritz._core.registry import Registry
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import Adapter
 from ritz.models import with_ghost_batch_norm
-from ritz.training._step import nested
+from ritz.training._step import ActivationPenalty, nested
 
 # ------------------------------------------------------------------------------------------
 # Optimisers by name.
@@ -135,30 +135,19 @@ def _made(name: str, make: OptimizerFactory, subject: Any, settings: dict[str, A
     try:
         return make(subject, **settings)
     except TypeError as error:
-        known = inspect.signature(make).parameters
-        takes = ", ".join(
-            key for key in known if key not in ("params", "model", "inner", "settings")
-        )
+        takes = ", ".join(_keywords(make))
         raise ValueError(f"optimizer {name} cannot be made with {settings}: {error}; it takes "
                          f"{takes}") from error  # fmt: skip
 
 
-def stability_settings(optimizer: Optimizer, name: str = "") -> tuple[str, float, float]:
-    """Return which update of :func:`ritz.advise` an optimiser makes, its momentum and its rate.
-
-    Args:
-        optimizer: The optimiser.
-        name: Its registered name.
-    """
-    group = optimizer.param_groups[0]
-    rate = float(group.get("lr", math.nan))
-    if "kfac" in name:
-        return "kfac", float(group.get("momentum", 0.0)), rate
-    if "betas" in group:
-        return "adam", float(group["betas"][0]), rate
-    momentum = float(group.get("momentum", 0.0))
-    kind = "nesterov" if group.get("nesterov") else "momentum" if momentum else "sgd"
-    return kind, momentum, rate
+def _keywords(make: OptimizerFactory) -> Iterator[str]:
+    """Yield the settings that an optimiser takes, also those of ``**options: Unpack[...]``."""
+    for name, parameter in inspect.signature(make).parameters.items():
+        packed = get_args(parameter.annotation) if parameter.kind is parameter.VAR_KEYWORD else ()
+        if packed:
+            yield from packed[0].__annotations__
+        elif name not in ("params", "model", "inner", "settings", "scaler"):
+            yield name
 
 
 def _lookahead(
@@ -256,6 +245,18 @@ def use_ghosts(model: nn.Module, config: TrainingConfig) -> None:
     with_ghost_batch_norm(model, config.ghost_batch)
 
 
+def make_penalty(model: nn.Module, config: TrainingConfig) -> ActivationPenalty | None:
+    """Return the penalty on the last activations of a model, if that is wanted."""
+    if not (config.activation_penalty or config.change_penalty):
+        return None
+    if config.noise != "none" or "noisy_sgd" in config.optimizer:
+        raise ValueError(
+            "activation_penalty and change_penalty must be 0 with noise, whose gradients of "
+            "samples do not include them"
+        )
+    return ActivationPenalty(model, config.activation_penalty, config.change_penalty)
+
+
 def make_noise(
     optimizer: Optimizer,
     adapter: Adapter,
@@ -330,6 +331,8 @@ def _small_batch(wanted: int | None, samples: int | None, kind: str) -> int:
 def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.device) -> bool:
     """Return whether to capture steps in a CUDA graph; raise if that is required but impossible."""
     inner = nested(optimizer)[-1]
+    if config.capture and config.random_segments:
+        raise ValueError("capture must be False with random_segments, whose batches differ in size")
     # All that changes between two steps must be on the device.
     stays = all(p.is_cuda for p in parameters(inner)) and all(
         isinstance(rate := group.get("lr"), Tensor)
@@ -345,13 +348,23 @@ def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.devi
             "and an optimiser with capturable=True (SGD: fused=True) and lr as a CUDA tensor, got "
             f"{type(optimizer).__name__} on {device} in {config.precision}"
         )
-    return single and stays and config.capture is not False
+    return single and stays and config.capture is not False and not config.random_segments
 
 
-def average_plan(config: TrainingConfig, length: int | None) -> dict[str, int | None]:
+def average_plan(
+    config: TrainingConfig,
+    length: int | None,
+    steps_before: Callable[[int], int | None] = lambda epoch: None,
+) -> dict[str, int | None]:
     """Return ``start`` and ``interval`` of the average, and ``until`` of Lookahead, in steps.
 
     ``start`` is ``None`` if patience decides. Without an average only ``until`` may be there.
+
+    Args:
+        config: The options.
+        length: Steps of an epoch, if known.
+        steps_before: Returns the number of steps before an epoch, if epochs differ; otherwise
+            ``None``.
     """
     averages = config.average_from is not None or config.patience is not None
     if config.average_interval != 1 and not averages:
@@ -369,18 +382,20 @@ def average_plan(config: TrainingConfig, length: int | None) -> dict[str, int | 
         raise ValueError(f"steps_per_epoch is required for {option}: the data have no length")
     plan: dict[str, int | None] = {}
     steps = length or 1  # of an epoch
+
+    def first_step(epoch: int | None) -> int | None:
+        if epoch is None:
+            return None
+        before = steps_before(epoch)
+        return 1 + ((epoch - 1) * steps if before is None else before)
+
     if averages:
         unit = steps if config.average_every == "epoch" else 1
-        plan = {"start": _first_step(config.average_from, steps)}
+        plan = {"start": first_step(config.average_from)}
         plan["interval"] = unit * config.average_interval
     # Lookahead hands over to the average: Granziol et al., Iterate averaging, appendix .2.
-    until = _first_step(config.lookahead_until or config.average_from, steps)
+    until = first_step(config.lookahead_until or config.average_from)
     return plan if until is None else plan | {"until": until}
-
-
-def _first_step(epoch: int | None, length: int) -> int | None:
-    # Epoch e begins at step (e - 1) * length + 1.
-    return None if epoch is None else (epoch - 1) * length + 1
 
 
 def make_average(
@@ -414,7 +429,8 @@ def make_average(
         )
     if config.patience is None:
         return average, None
-    return average, optim.AutoAverage(average, patience=config.patience)
+    auto = optim.AutoAverage(average, patience=config.patience, rule=config.patience_rule)
+    return average, auto
 
 
 def make_schedule(

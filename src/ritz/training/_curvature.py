@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from ritz._core.batches import tensors
+from ritz._core.batches import num_rows, tensors
 from ritz._core.distributed import world_size
 from ritz._core.modes import batch_norms, evaluating, unwrapped
 from ritz._core.params import parameters
@@ -72,7 +72,7 @@ class StepCurvature:
         self.damping = Damping(
             chain[-1],
             config.damping,
-            batch_size=config.batch_size,
+            batch_size=config.batch_size or 1,  # before each measurement that of the steps
             num_samples=num_samples(feed.source),
             matrix="hessian" if loss_fn is None else "ggn",
             seed=config.seed,
@@ -92,8 +92,14 @@ class StepCurvature:
         return self._is_measured(step) or any(one.curvature_due(step) for one in self._curved)
 
     @contextmanager
-    def around(self, batches: Sequence[Any], step: int) -> Iterator[None]:
-        """Measure what is due, then take the step inside the block, and adapt the damping."""
+    def around(self, batches: Sequence[Any], step: int, *, epoch: int) -> Iterator[None]:
+        """Measure what is due, then take the step inside the block, and adapt the damping.
+
+        Args:
+            batches: The batches of the step.
+            step: Number of steps taken so far.
+            epoch: Number of the epoch, counted from one, which may have its own batch size.
+        """
         adapted = self._config.damping == "adaptive" and self._is_measured(step)
         if self._config.damping == "ratio":
             self.damping.step()
@@ -102,6 +108,7 @@ class StepCurvature:
             return
         try:
             if self._is_measured(step) and not adapted:
+                self.damping.batch_size = self._samples_per_step(batches, epoch)
                 self.damping.step(self._sample())
             self._update(batches, step)
             risk = self._risk("step", self._rows(batches)) if adapted else None
@@ -111,6 +118,11 @@ class StepCurvature:
             raise
         with nullcontext() if risk is None else self.damping.measured(risk):
             yield
+
+    def _samples_per_step(self, batches: Sequence[Any], epoch: int) -> int:
+        # The last step of an epoch may have fewer samples. Its damping would hold for longer.
+        size = self._feed.batch_size_in(epoch) or max(num_rows(batch) for batch in batches)
+        return size * self._config.accumulate
 
     def _update(self, batches: Sequence[Any], step: int) -> None:
         if due := [one for one in self._curved if one.curvature_due(step)]:

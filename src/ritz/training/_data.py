@@ -111,6 +111,7 @@ class Feed:
         drop_last: Leave out a smaller last batch of the first two kinds.
         name: Name of the data in errors.
         sizes: Batch sizes from certain numbers of epochs on, in place of ``batch_size``.
+        lengths_seed: Seed of the run if the segments of a text have random lengths.
     """
 
     source: Any = field(kw_only=False)
@@ -121,6 +122,7 @@ class Feed:
     drop_last: bool = False
     name: str = "data"
     sizes: Sequence[tuple[int, int]] = ()
+    lengths_seed: int | None = None
 
     def __post_init__(self) -> None:
         source, name = self.source, self.name
@@ -148,7 +150,12 @@ class Feed:
             raise ValueError(
                 "batch_schedule needs tensors or a dataset: a loader has its own batch size"
             )
-        self._counts: dict[int, int | None] = {}  # of batches, by their size
+        if self.lengths_seed is not None and not isinstance(source, TextSplit):
+            raise ValueError(
+                f"random_segments needs a text, such as data.load returns, got {name} of "
+                f"{type(source).__name__}"
+            )
+        self._counts: dict[tuple[int, int], int | None] = {}  # of batches, by size and epoch
         # Batches of an epoch that have all their samples, if only those are wanted.
         self._wholes = {n: self._num_whole_batches(n) for n in self._all_sizes() if self.drop_last}
 
@@ -159,6 +166,13 @@ class Feed:
         """Return the batch size of an epoch, counted from one."""
         past = [size for start, size in self.sizes if start < max(1, number)]
         return past[-1] if past else self._all_sizes()[0]
+
+    def batch_size_in(self, number: int) -> int | None:
+        """Return the batch size of an epoch, counted from one; ``None`` for unknown batches."""
+        if self.cuts:
+            return self._size_in(number)
+        size = getattr(getattr(self.source, "batch_sampler", None), "batch_size", None)
+        return size if isinstance(size, int) else None
 
     def _num_whole_batches(self, size: int) -> int:
         count = _length(self.source) if self.cuts else None
@@ -178,10 +192,20 @@ class Feed:
 
     def num_batches_in(self, number: int) -> int | None:
         """Return the number of batches of an epoch, counted from one, if it is known."""
+        if not self.cuts:
+            return _length(self.source)
         size = self._size_in(number)
-        if self.cuts and size not in self._counts:
-            self._counts[size] = self._wholes.get(size) or _length(self.source.batches(size))
-        return self._counts[size] if self.cuts else _length(self.source)
+        seed = self.lengths_seed
+        # Random lengths differ between epochs; all other epochs of one size have equally many.
+        key = size, 0 if seed is None else number
+        if key not in self._counts:
+            batches = (
+                self.source.batches(size)
+                if seed is None
+                else self._batches(number, epoch_generator(seed, number))
+            )
+            self._counts[key] = self._wholes.get(size) or _length(batches)
+        return self._counts[key]
 
     @property
     def smallest_batch(self) -> int | None:
@@ -191,10 +215,7 @@ class Feed:
     @property
     def generators(self) -> list[torch.Generator]:
         """The generators that a loader and its samplers were given."""
-        loaders = (self.source, getattr(self.source, "batch_sampler", None))
-        places = [place for each in loaders for place in (each, getattr(each, "sampler", None))]
-        generators = dict.fromkeys(getattr(place, "generator", None) for place in places)
-        return [each for each in generators if isinstance(each, torch.Generator)]
+        return loader_generators(self.source)
 
     def epoch(
         self,
@@ -233,9 +254,11 @@ class Feed:
     def _batches(self, number: int, generator: torch.Generator) -> Iterable[Batch]:
         source = self.source
         if self.cuts:
-            options = {"generator": generator} if self.shuffled else {}
+            options: dict[str, Any] = {"generator": generator} if self.shuffled else {}
             if self.augment is not None:
                 options["augment"] = self.augment
+            if self.lengths_seed is not None:
+                options["variable"] = True
             return source.batches(self._size_in(number), **options)  # type: ignore[no-any-return]
         if not isinstance(source, Iterable):
             return source(number)  # type: ignore[no-any-return]
@@ -244,6 +267,14 @@ class Feed:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(number)
         return source
+
+
+def loader_generators(source: Any) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers were given."""
+    loaders = (source, getattr(source, "batch_sampler", None))
+    places = [place for each in loaders for place in (each, getattr(each, "sampler", None))]
+    generators = dict.fromkeys(getattr(place, "generator", None) for place in places)
+    return [each for each in generators if isinstance(each, torch.Generator)]
 
 
 def own_rows(batch: Batch) -> tuple[Batch, int, bool]:

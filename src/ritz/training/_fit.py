@@ -27,16 +27,17 @@ from ritz._core.training_config import TrainingConfig, TrainingOptions, check_sa
 from ritz.curvature import Risk
 from ritz.curvature._shared import Forward
 from ritz.data import TextSplit
+from ritz.optim._shared import update_settings
 from ritz.training._assembly import (
     OptimizerChoice,
     create_optimizer,
     optimizer_names,
-    stability_settings,
 )
 from ritz.training._data import DataParts, Feed, as_part, as_parts, limited, measurable, sample
 from ritz.training._folder import AVERAGE, NAME, WEIGHTS, FilePath, Folder, held_folder, times_path
-from ritz.training._monitor import CurvatureMonitor, Quantity
-from ritz.training._run import Monitor, Run, TrainingResult, history_of
+from ritz.training._monitor import CurvatureMonitor
+from ritz.training._result import TrainingResult, history_of
+from ritz.training._run import Monitor, Run
 from ritz.training._step import device_of
 
 
@@ -236,6 +237,7 @@ def _feeds(
         augment=usual if config.augment is True else config.augment or None,
         drop_last=config.drop_last,
         sizes=config.batch_sizes,
+        lengths_seed=config.seed if config.random_segments else None,
     )
 
     def size(part: Any) -> int | None:
@@ -385,7 +387,8 @@ def train_run(
     loss_fn: Callable[..., Any] | None,
     device: torch.device | None = None,
     watch: int | None = None,
-    quantities: Sequence[Quantity] = ("lambda_max", "trace"),
+    quantities: Sequence[str] | None = None,
+    monitor_options: Mapping[str, Any] | None = None,
     progress: bool | Progress = False,
 ) -> TrainingResult:
     """Train a model according to a configuration, with all files in one folder.
@@ -401,9 +404,10 @@ def train_run(
         folder: Created if missing.
         loss_fn: The loss that ``config.loss`` names.
         device: Device, if other than that of ``config``.
-        watch: Epochs between measurements of the curvature, on 1024 samples. Defaults to no
-            measurements.
+        watch: Epochs between measurements. Defaults to no measurements.
         quantities: Quantities to measure; see :class:`CurvatureMonitor`.
+        monitor_options: Other arguments of :class:`CurvatureMonitor`, and ``num_samples``, the
+            number of watched samples. Defaults to 1024 samples.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     target = Path(folder)
@@ -421,22 +425,37 @@ def train_run(
         device=device or config.training.device,
         log=target / LOG,
         checkpoint=Folder(target, texts={CONFIG: to_json(config, indent=2) + "\n"}),
-        monitors=[] if watch is None else [_monitor(config, parts, loss_fn, watch, quantities)],
+        monitors=[]
+        if watch is None
+        else [_monitor(config, parts, loss_fn, watch, quantities, monitor_options or {})],
         progress=progress,
     )
 
 
 def _monitor(
-    config: RunConfig, parts: DataParts, loss_fn: Any, every: int, quantities: Sequence[Quantity]
+    config: RunConfig,
+    parts: DataParts,
+    loss_fn: Any,
+    every: int,
+    quantities: Sequence[str] | None,
+    settings: Mapping[str, Any],
 ) -> CurvatureMonitor:
     size, seed = config.batch_size, config.training.seed
+    settings = dict(settings)
+    count = settings.pop("num_samples", None) or WATCHED
     if isinstance(parts.train, TextSplit):
         # Each stream of a text must have at least one whole segment.
-        tokens = min(WATCHED, len(parts.train.tokens))
+        tokens = min(count, len(parts.train.tokens))
         size = max(1, min(size, tokens // (parts.train.length + 1)))
-    batches, options = sample(parts.train, WATCHED, batch_size=size, seed=seed)
+    batches, options = sample(parts.train, count, batch_size=size, seed=seed)
     return CurvatureMonitor(
-        batches, loss_fn=loss_fn, quantities=quantities, every=every, seed=seed, **options
+        batches,
+        loss_fn=loss_fn,
+        quantities=quantities,
+        every=every,
+        seed=seed,
+        train_batch_size=config.training.batch_size,
+        **options | settings,
     )
 
 
@@ -493,7 +512,7 @@ def advised_settings(
     made = create_optimizer(
         training.optimizer, layer.parameters(), model=layer, **training.optimizer_settings
     )
-    name, of_run, rate = stability_settings(made, training.optimizer)
+    name, of_run, rate = update_settings(made, training.optimizer)
     if optimizer not in (None, name):
         return {"optimizer": optimizer, "momentum": momentum}
     known = (training.batch_size, rate) if training.batch_size and rate > 0 else None

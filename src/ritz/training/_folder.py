@@ -236,6 +236,7 @@ class Checkpoint:
         settings: Options that a resumed run must share.
         finished: Whether the run has ended.
         carried: State of a recurrent model within the epoch, one row per process.
+        monitors: What monitors remember, by their number.
     """
 
     settings: dict[str, Any]
@@ -254,6 +255,7 @@ class Checkpoint:
     generators: dict[str, Tensor] = field(default_factory=dict)
     totals: Any = None
     carried: dict[str, Tensor] = field(default_factory=dict)
+    monitors: dict[str, Any] = field(default_factory=dict)
 
 
 @final

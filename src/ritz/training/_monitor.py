@@ -1,26 +1,25 @@
 """``CurvatureMonitor``: curvature measured while a model trains, without changing the training."""
 
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, final, get_args
+from typing import Any, Protocol, final, get_args
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.modes import BatchNormMode, unwrapped
+from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, unwrapped
+from ritz._core.params import parameters
 from ritz._core.training_config import Unit
-from ritz.curvature import CurvatureOperator, Risk, curvature_operator, fisher
+from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
-from ritz.measures import curvature_variance
 from ritz.optim import StepReader
-from ritz.spectra import diagonal, eigenpairs, frobenius_norm, lanczos, trace
 from ritz.training._folder import FilePath, Log, Record
-
-Quantity = Literal["lambda_max", "trace", "variance", "spectrum", "step", "fisher"]
-QUANTITIES = get_args(Quantity)
+from ritz.training._quantities import QUANTITIES, USUAL, total_cost
+from ritz.training._watched import Memory, Watched
 
 
 class Writer(Protocol):
@@ -35,18 +34,19 @@ class Writer(Protocol):
 class CurvatureMonitor:
     r"""Measures curvature on a fixed sub-sample, every few steps or epochs of a training loop.
 
-    * ``lambda_max``: the largest eigenvalue :math:`\lambda_1` with its residual, the threshold
-      :math:`2 / \alpha` at which gradient descent with learning rate :math:`\alpha` becomes
-      unstable, and ``sharpness_ratio`` :math:`= \alpha \lambda_1 / 2`.
-    * ``trace``: :math:`\operatorname{tr} H` with its standard error.
-    * ``variance``: :math:`\mathbb{E} \|(H_i - H) v\|^2` over samples :math:`i` and random unit
-      vectors :math:`v`, with its standard error; see :func:`ritz.measures.curvature_variance`.
-    * ``spectrum``: Ritz values and weights of a short Lanczos run.
-    * ``step``: the last step along the Ritz vectors of such a run: gradient, update, weight decay
-      and effective rates, and the estimated-curvature ratio of the optimiser; see
-      :class:`ritz.optim.StepReader`. ``fit`` calls :meth:`attach`; in your own loop call it once.
-    * ``fisher``: Frobenius norms of the empirical Fisher matrix, with its standard error, and of
-      its diagonal, which is exact where the structure of the network gives it.
+    ``ritz list quantities`` and ``docs/monitors.md`` have all quantities with their costs;
+    :func:`register_quantity` adds one. Some of them:
+
+    * ``lambda_max``: the largest eigenvalue :math:`\lambda_1` with its residual. For SGD also the
+      threshold at which its steps become unstable, with its momentum and weight decay, and
+      ``sharpness_ratio``, the eigenvalue over the threshold. The first search costs 20 to 60
+      products. Later ones start at the eigenvector of the previous and cost ``max_products``.
+    * ``edge``: the same ratio for Adam and its relatives too, whose threshold is one of the
+      preconditioned matrix. Nothing for optimisers that have no edge in closed form.
+    * ``gradient_norm``, ``gradient_variance``, ``noise_scale`` and the other quantities of single
+      samples share one pass over the gradients of the sub-sample.
+    * ``update_size``, ``alpha`` and ``step`` are about the last step, and ``distance`` is from the
+      initial weights. ``fit`` calls :meth:`attach`; in your own loop call it once.
 
     The model, its gradients, buffers and mode, and the global generators are not changed: the
     weights equal those of a run without monitor bit for bit. All measurements use the same seed,
@@ -57,26 +57,31 @@ class CurvatureMonitor:
             ...
             monitor(step, model, optimizer)
 
-    Cost of a measurement in matrix-vector products with the sub-sample: about 20 to 60 for
-    ``lambda_max``, ``2 num_probes`` for ``trace``, ``num_probes`` for ``variance`` and ``fisher``
-    and ``num_steps`` for ``spectrum``. One product costs two to three gradients.
-
     Args:
         source: A fixed subset of the data, in any form that :class:`ritz.Risk` accepts; or a
             function that takes the model and returns its risk.
         loss_fn: Mean loss of outputs and target; unused if ``source`` is a function.
-        quantities: Quantities to measure.
+        quantities: Quantities to measure; see :func:`quantity_names`. Defaults to ``lambda_max``,
+            ``weight_norms``, ``gradient_norm``, ``gradient_variance`` and ``noise_scale``, without
+            those that the model or its loss does not have.
         every: Steps or epochs between measurements.
         unit: ``step`` or ``epoch``: when :func:`ritz.training.fit` calls the monitor.
         matrix: ``hessian`` or ``ggn``.
         batch_norm: ``eval``, ``train`` or ``recomputed``; unused if ``source`` is a function.
         batch_size: Batch size of a sub-sample of tensors.
+        train_batch_size: Batch size of training, for the tests of a batch and the signal to noise.
+            Defaults to the size of the sub-sample.
         count: Takes a batch of the sub-sample and returns its weight, as for :class:`ritz.Risk`;
             for text the number of tokens.
-        rtol: Residual of ``lambda_max`` relative to the norm. The error of the eigenvalue is of the
-            order of its square.
-        num_steps: Lanczos steps of ``spectrum``; ``lambda_max`` uses at most ``10 * num_steps``.
-        num_probes: Probes of ``trace``, ``variance`` and ``fisher``.
+        rtol: Residual of an eigenvalue relative to the norm, for a search from a random vector.
+        max_products: Products of a search that starts at the previous eigenvector.
+        num_steps: Lanczos steps of a spectrum; a search for eigenvalues from a random vector uses
+            at most ten times as many.
+        num_runs: Start vectors of spectra.
+        num_probes: Probes of ``trace``, ``frobenius_norm``, ``variance`` and ``fisher``.
+        num_vectors: Leading eigenvectors of ``overlap``.
+        num_bins: Bins of histograms, a power of two.
+        epsilon: Added to variances and curvatures that are divided by. Defaults to 0.
         seed: Seed of the probes.
         log: File of JSON lines to append to. Not needed in ``fit``, which logs what is returned.
         writer: A TensorBoard ``SummaryWriter``; tags begin with ``curvature/``.
@@ -84,42 +89,93 @@ class CurvatureMonitor:
 
     source: Any = field(kw_only=False)
     loss_fn: Callable[..., Any] | None = cross_entropy
-    quantities: Sequence[Quantity] = ("lambda_max", "trace")
+    quantities: Sequence[str] | None = None
     every: int = 1
     unit: Unit = "epoch"
     matrix: CurvatureMatrix = "hessian"
     batch_norm: BatchNormMode = "eval"
     batch_size: int | None = None
+    train_batch_size: int | None = None
     count: Callable[[Any], int] | None = None
     rtol: float = 0.01
+    max_products: int = 6
     num_steps: int = 20
+    num_runs: int = 1
     num_probes: int = 8
+    num_vectors: int = 5
+    num_bins: int = 64
+    epsilon: float = 0.0
     seed: int = 0
     log: FilePath | None = None
     writer: Writer | None = None
 
     def __post_init__(self) -> None:
-        check_count("every", self.every)
+        for name in ("every", "max_products", "num_steps", "num_runs", "num_vectors"):
+            check_count(name, getattr(self, name))
         check_choice("unit", self.unit, get_args(Unit))
         check_choice("matrix", self.matrix, MATRICES)
+        check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
         check_range("rtol", self.rtol, low=0.0)
-        check_count("num_steps", self.num_steps)
+        check_range("epsilon", self.epsilon, low=0.0)
         check_count("num_probes", self.num_probes, low=2)
-        if isinstance(self.quantities, str) or not self.quantities:
-            names = ", ".join(QUANTITIES)
-            raise ValueError(f"quantities must be a list of {names}; got {self.quantities!r}")
-        for name in self.quantities:
-            check_choice("quantities", name, QUANTITIES)
-        self._reader: StepReader | None = None
+        check_count("num_bins", self.num_bins, low=4)
+        if self.num_bins & (self.num_bins - 1):
+            raise ValueError(f"num_bins must be a power of two, got {self.num_bins}")
+        self.names = self._chosen()
+        self._memory, self._op = Memory(), None
         # Appends: the monitor does not know where a run began.
         self._log = None if self.log is None else Log(self.log, size=None)
 
+    names: tuple[str, ...] = field(init=False)
+    _op: CurvatureOperator | None = field(init=False, repr=False)
+
+    def _chosen(self) -> tuple[str, ...]:
+        """Return the names of the quantities, checked."""
+        if self.quantities is None:
+            return tuple(name for name in USUAL if self._is_possible(name))
+        if isinstance(self.quantities, str) or not self.quantities:
+            known = ", ".join(QUANTITIES)
+            raise ValueError(f"quantities must be a list of {known}; got {self.quantities!r}")
+        for name in self.quantities:
+            check_choice("quantities", name, tuple(QUANTITIES))
+            if not self._is_possible(name):
+                raise ValueError(
+                    f"{name} is about single samples, which batch_norm='train' does not have: use "
+                    "eval or recomputed"
+                )
+        return tuple(dict.fromkeys(self.quantities))
+
+    def _is_possible(self, name: str) -> bool:
+        return callable(self.source) or self.batch_norm != "train" or not QUANTITIES[name].separable
+
+    def _needs(self, name: str, part: str) -> bool:
+        return part in QUANTITIES[name].parts
+
+    @property
+    def cost(self) -> float:
+        """Cost of a measurement in gradients of the sub-sample, at most, after the first one."""
+        return total_cost(self.names, self)
+
     def attach(self, optimizer: Optimizer) -> None:
-        """Note the weights before each step of an optimiser, for the quantity ``step``."""
-        if "step" in self.quantities:
-            if self._reader is not None:
-                self._reader.close()
-            self._reader = StepReader(optimizer)
+        """Begin with a training: note the initial weights, and those before each step, if needed.
+
+        Nothing is left of a training before, so that one monitor may watch several in turn.
+        """
+        if self._memory.reader is not None:
+            self._memory.reader.close()
+        self._memory = Memory()
+        if "distance" in self.names:
+            self._memory.note_initial(parameters(optimizer))
+        if any(self._needs(name, "step") for name in self.names):
+            self._memory.reader = StepReader(optimizer)
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return what a resumed run needs to measure the same numbers."""
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Continue from a :meth:`state_dict`, after :meth:`attach`."""
+        self._memory.load_state_dict(state)
 
     def __call__(
         self, count: int, model: nn.Module, optimizer: Optimizer | None = None
@@ -129,7 +185,7 @@ class CurvatureMonitor:
         Args:
             count: Completed steps or epochs.
             model: The model, possibly wrapped.
-            optimizer: Has the learning rate :math:`\alpha` that the threshold depends on.
+            optimizer: Has the learning rate and state that the edge of stability depends on.
         """
         if count % self.every:
             return None
@@ -138,80 +194,45 @@ class CurvatureMonitor:
         if self._log is not None:
             self._log.write(record)
         if self.writer is not None:
-            for name, value in numbers.items():
-                if isinstance(value, float):
-                    self.writer.add_scalar(f"curvature/{name}", value, count)
+            for name, value in scalars(numbers).items():
+                self.writer.add_scalar(f"curvature/{name}", value, count)
         return record
 
     def measure(self, model: nn.Module, optimizer: Optimizer | None = None) -> Record:
-        """Return the chosen quantities of a model."""
-        risk = self._risk(unwrapped(model))
-        op = curvature_operator(risk, self.matrix)
+        """Return the chosen quantities of a model: numbers and lists of numbers by name."""
+        watched = self._watched(unwrapped(model), optimizer)
         record: Record = {"matrix": self.matrix}
-        if "lambda_max" in self.quantities:
-            record |= self._lambda_max(op, optimizer)
-        if "trace" in self.quantities:
-            estimate = trace(op, num_probes=self.num_probes, generator=self._generator())
-            record |= {"trace": float(estimate.mean), "trace_stderr": float(estimate.stderr)}
-        if "variance" in self.quantities:
-            estimate = curvature_variance(
-                risk, matrix=self.matrix, num_probes=self.num_probes, generator=self._generator()
-            )
-            record |= {"variance": float(estimate.mean), "variance_stderr": float(estimate.stderr)}
-        if "spectrum" in self.quantities:
-            # A Krylov space is never larger than the matrix.
-            steps = min(self.num_steps, op.shape[0])
-            run = lanczos(op, num_steps=steps, generator=self._generator())
-            record |= {"ritz_values": run.values.tolist(), "ritz_weights": run.weights.tolist()}
-        if "step" in self.quantities:
-            record |= self._step(risk, op)
-        return record | (self._fisher(risk) if "fisher" in self.quantities else {})
-
-    def _fisher(self, risk: Risk) -> Record:
-        op = fisher(risk, kind="empirical")
-        whole = frobenius_norm(op, num_probes=self.num_probes, generator=self._generator())
-        part = diagonal(op, num_probes=self.num_probes, generator=self._generator())
-        return {
-            "fisher_norm": float(whole.mean),
-            "fisher_norm_stderr": float(whole.stderr),
-            "fisher_diagonal_norm": float(part.mean.double().norm()),
-        }
-
-    def _step(self, risk: Risk, op: CurvatureOperator) -> Record:
-        steps = min(self.num_steps, op.shape[0])
-        run = lanczos(op, num_steps=steps, vectors=True, generator=self._generator())
-        vectors: Any = run.vectors
-        reading = None if self._reader is None else self._reader.read(risk, run.values, vectors)
-        if reading is None:
-            return {}
-        names = ("values", "gradient", "update", "decay", "rates")
-        record: Record = {f"step_{name}": getattr(reading, name).tolist() for name in names}
-        return record | {
-            "step_flat_rate": reading.flat_rate,
-            "curvature_ratio": reading.curvature_ratio,
-        }
-
-    def _risk(self, model: nn.Module) -> Risk:
-        if callable(self.source):
-            risk: Risk = self.source(model)
-            return risk
-        # Only the first process measures, so processes must not share the data.
-        options: Any = {name: getattr(self, name) for name in ("batch_norm", "batch_size", "count")}
-        return Risk(model, self.loss_fn, self.source, sharing="none", **options)
-
-    def _lambda_max(self, op: CurvatureOperator, optimizer: Optimizer | None) -> Record:
-        limits: Any = {"rtol": self.rtol, "max_steps": 10 * self.num_steps}
-        # Without vectors, which would take memory and are not logged.
-        run = eigenpairs(op, largest=1, vectors=False, generator=self._generator(), **limits)
-        value = float(run.values[-1])
-        record = {"lambda_max": value, "lambda_max_residual": float(run.residuals[-1])}
-        group = {"lr": 0.0} if optimizer is None else optimizer.param_groups[0]
-        rate = float(group["lr"]) * (group.get("rate") or 1.0)  # that of SpectralSGD
-        # A step multiplies the error along an eigenvector by 1 - rate * lambda, which is stable
-        # for lambda < 2 / rate.
-        if rate:
-            record |= {"threshold": 2 / rate, "sharpness_ratio": rate * value / 2}
+        for name in self.names:
+            try:
+                record |= QUANTITIES[name].measure(watched)
+            except ValueError as error:
+                # A default that this model or loss does not have is left out; others were chosen.
+                if self.quantities is not None or not self._needs(name, "samples"):
+                    raise
+                self.names = tuple(n for n in self.names if not self._needs(n, "samples"))
+                warnings.warn(f"gradients of single samples are not watched: {error}", stacklevel=2)
+        if not callable(self.source):
+            # The traces of the products serve the next measurement. What is cached for this point
+            # stays with the old copy, so that it takes no memory between measurements.
+            self._op = watched.op.at(watched.risk)
         return record
 
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
+    def _watched(self, model: nn.Module, optimizer: Optimizer | None) -> Watched:
+        if callable(self.source):
+            risk: Risk = self.source(model)
+            op = curvature_operator(risk, self.matrix)
+            return Watched(self, self._memory, risk, op, optimizer)
+        if self._op is not None and self._op.risk.model is model:
+            risk = self._op.risk.moved()
+            return Watched(self, self._memory, risk, self._op.at(risk), optimizer)
+        # Only the first process measures, so processes must not share the data.
+        names = ("batch_norm", "batch_size", "count")
+        options: Any = {name: getattr(self, name) for name in names}
+        risk = Risk(model, self.loss_fn, self.source, sharing="none", **options)
+        return Watched(self, self._memory, risk, curvature_operator(risk, self.matrix), optimizer)
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a record, without lists and words."""
+    numbers = {name: value for name, value in record.items() if type(value) is float}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

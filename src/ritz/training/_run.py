@@ -1,13 +1,14 @@
-"""A training run: its epochs, evaluation on the way, saving and resuming; its result."""
+"""A training run: its epochs, evaluation on the way, saving and resuming."""
 
 import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ritz._core.batches import num_rows
 from ritz._core.distributed import all_max, rank, world_size
 from ritz._core.progress import Progress, tracking
-from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, check_same
 from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, known_loss
 from ritz.data import TextSplit
@@ -25,6 +25,7 @@ from ritz.training import _assembly, _folder
 from ritz.training._curvature import DivergedError, StepCurvature
 from ritz.training._data import Feed, own_rows
 from ritz.training._folder import Checkpoint, Folder, Log, Record
+from ritz.training._result import TrainingStatus, diverged
 from ritz.training._step import (
     CapturedStep,
     Piece,
@@ -34,91 +35,8 @@ from ritz.training._step import (
     evaluate,
     gathered,
     nested,
+    scaled_rates,
 )
-
-# ------------------------------------------------------------------------------------------
-# The result of a run.
-
-
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStatus:
-    """How a training run ended, and what to do about it.
-
-    Attributes:
-        outcome: ``completed`` (all epochs), ``stopped`` (early stopping by patience, a normal end),
-            ``interrupted`` (by a signal, after saving), ``diverged`` (the loss is not finite).
-        message: What happened, in one sentence.
-        advice: What to do; empty if nothing needs to be done.
-    """
-
-    outcome: Literal["completed", "stopped", "interrupted", "diverged"]
-    message: str
-    advice: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether training reached its end."""
-        return self.outcome in ("completed", "stopped")
-
-    def __str__(self) -> str:
-        return f"{self.outcome}: {self.message}" + (f" ({self.advice})" if self.advice else "")
-
-
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingResult:
-    """Result of a training run.
-
-    Attributes:
-        history: Logged quantities by name. Each is a float64 tensor ``(num_epochs,)``, with NaN
-            for epochs in which it was not measured. Names: ``rate`` (the learning rate),
-            ``train_loss``, ``train_accuracy``, ``validation_loss``, ``average_validation_loss``
-            and so on; for text also ``train_perplexity`` and so on.
-        metrics: The last value of each quantity, including those measured at the end of the run.
-        num_epochs: Completed epochs.
-        num_steps: Completed steps.
-        log: Path of the log, or ``None``.
-        checkpoint: Path of the checkpoint folder, or ``None``.
-        seconds: Duration of this call, without the run that it resumed.
-        seed: Seed of the run.
-        settings: Options in plain values.
-        status: How the run ended.
-    """
-
-    history: dict[str, Tensor]
-    metrics: dict[str, float]
-    num_epochs: int
-    num_steps: int
-    log: str | None
-    checkpoint: str | None
-    seconds: float
-    seed: int
-    settings: dict[str, Any]
-    status: TrainingStatus
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.num_epochs} epochs, {self.num_steps} steps in {self.seconds:.1f} s; "
-            f"{self.status}"
-        ]
-        width = max((len(name) for name in self.metrics), default=0)
-        lines += [f"  {name:<{width}}  {value:.6g}" for name, value in self.metrics.items()]
-        return "\n".join(lines)
-
-
-def history_of(records: Sequence[Record]) -> dict[str, Tensor]:
-    """Return the numbers of the records of epochs, by name."""
-    epochs = [record for record in records if record["kind"] == "epoch"]
-    names = dict.fromkeys(name for record in epochs for name in record if name != "kind")
-    return {
-        name: torch.tensor([each.get(name, math.nan) for each in epochs], dtype=torch.float64)
-        for name in names
-    }
-
-
-# ------------------------------------------------------------------------------------------
-# The run.
 
 LOADER = "loader."  # names of the generators of loaders begin with it
 
@@ -246,7 +164,7 @@ class Run:
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
             self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
-        plan = _assembly.average_plan(config, self.steps_per_epoch)
+        plan = _assembly.average_plan(config, self.steps_per_epoch, self._steps_before)
         optimizer = _assembly.make_optimizer(self.optimizer, model, config, plan, device)
         self.average, self._auto = _assembly.make_average(self.average, optimizer, config, plan)
         if config.final == "average" and self.average is None:
@@ -277,7 +195,13 @@ class Run:
             if hasattr(monitor, "attach"):
                 monitor.attach(optimizer)
         self._step = Step(
-            self._adapter, optimizer, config, device, cached=not captured, noise=noise
+            self._adapter,
+            optimizer,
+            config,
+            device,
+            cached=not captured,
+            noise=noise,
+            penalty=_assembly.make_penalty(model, config),
         )
         # The same step, perhaps replayed from a CUDA graph.
         self._take: Callable[[Sequence[Piece]], None] = self._step
@@ -314,6 +238,13 @@ class Run:
                     file.close()
         message = f"{state.epoch} epochs, {state.step} steps"
         return status or TrainingStatus(outcome="completed", message=message)
+
+    def _steps_before(self, epoch: int) -> int | None:
+        """Return the number of steps before an epoch of segments of random lengths."""
+        if not self.config.random_segments:
+            return None
+        counts = [self.feed.num_batches_in(number) or 0 for number in range(1, epoch)]
+        return sum(math.ceil(count / self.config.accumulate) for count in counts)
 
     def _num_steps(self) -> int | None:
         """Return the number of steps of the whole run, if it is known."""
@@ -370,10 +301,13 @@ class Run:
             self._carried.reset()
         for group in self._groups():
             try:
-                with self._curvature.around(group, state.step):
+                with (
+                    self._rated(group),
+                    self._curvature.around(group, state.step, epoch=state.epoch + 1),
+                ):
                     self._take(self._pieces(group))
             except DivergedError:
-                return _diverged(state.epoch + 1)
+                return diverged(state.epoch + 1)
             except ValueError as error:
                 rows = min(num_rows(batch) for batch in group)
                 raise _assembly.explain_one_row(error, rows, self.config) from error
@@ -391,6 +325,14 @@ class Run:
                 return status
         self._work = state.step - first, seen, started
         return None
+
+    def _rated(self, group: Sequence[Any]) -> AbstractContextManager[None]:
+        """Make the learning rate of a step proportional to the random length of its segments."""
+        if not self.config.random_segments:
+            return nullcontext()
+        # As in AWD-LSTM: a gradient over fewer positions takes a smaller step.
+        lengths = [batch[0].shape[1] / self.feed.source.length for batch in group]
+        return scaled_rates(nested(self.optimizer)[-1], sum(lengths) / len(lengths))
 
     def _groups(self) -> Iterator[list[Any]]:
         """Yield the remaining batches of an epoch, grouped by step."""
@@ -468,7 +410,7 @@ class Run:
         steps, samples, started = self._work
         spent = time.perf_counter() - started  # after `means`, which waits for the device
         if not math.isfinite(means["train_loss"]):
-            return _diverged(number)
+            return diverged(number)
         group = self.optimizer.param_groups[0]
         # The rate of SpectralSGD is measured, and lr is a factor on it.
         rate = float(group["lr"]) * (group.get("rate") or 1.0)
@@ -564,6 +506,7 @@ class Run:
                 forward=self.forward,
                 precision=self.config.precision,
                 carry_state=feed.consecutive,
+                top_k=self.config.top_k,
             )
             record |= self._named(means, feed, f"{prefix}{name}_")
         return record
@@ -619,7 +562,7 @@ class Run:
                 return None
             code = all_max(code)
         if code and not self._save():
-            return _diverged(self.state.epoch + 1)
+            return diverged(self.state.epoch + 1)
         if code < 2:
             return None
         saved, advice = "; nothing was saved", "pass checkpoint= to be able to resume"
@@ -654,6 +597,11 @@ class Run:
             generators=self._generators.states(),
             totals=gathered(self._step.totals.sums),
             carried={} if self._carried is None else self._carried.rows(),
+            monitors={
+                str(number): monitor.state_dict()
+                for number, monitor in enumerate(self.monitors)
+                if hasattr(monitor, "state_dict")
+            },
         )
         if rank() == 0:
             self.folder.write(checkpoint)
@@ -686,6 +634,9 @@ class Run:
             self._auto.load_state_dict(saved.patience)
         if self._carried is not None:
             self._carried.load(saved.carried)
+        for number, monitor in enumerate(self.monitors):
+            if str(number) in saved.monitors and hasattr(monitor, "load_state_dict"):
+                monitor.load_state_dict(saved.monitors[str(number)])
         self._generators.restore(saved.generators)
         self._step.totals.sums.copy_(saved.totals[rank()])
         over = self._is_over(saved) or (self._auto is not None and self._auto.finished)
@@ -694,6 +645,7 @@ class Run:
             saved,
             model={},
             optimizer={},
+            monitors={},
             settings=self.state.settings,
             finished=saved.finished and over,
             log_bytes=0 if self.log is None else saved.log_bytes,
@@ -701,11 +653,3 @@ class Run:
         )
         if saved.step:  # prevents the warning that the schedule is stepped before the optimiser
             self.optimizer._opt_called = True
-
-
-def _diverged(number: int) -> TrainingStatus:
-    return TrainingStatus(
-        outcome="diverged",
-        message=f"the loss of epoch {number} is not finite",
-        advice="lower the learning rate, warm it up, clip the gradient, or check the data for NaN",
-    )

@@ -14,4 +14,5 @@ from ritz.training._fit import (
     train_run,
 )
 from ritz.training._folder import NAME, WEIGHTS, tensor_state
-from ritz.training._monitor import QUANTITIES
+from ritz.training._quantities import QUANTITIES
+from ritz.training._sweep import outcome, plan_sweep, run_plan

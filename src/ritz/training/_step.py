@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from ritz._core.batches import num_rows, tensors
+from ritz._core.checks import check_count
 from ritz._core.distributed import all_gather_rows, all_max, all_sum, rank, shard, world_size
 from ritz._core.modes import evaluating, unwrapped
 from ritz._core.params import parameters
@@ -132,6 +133,64 @@ def _padded(tensor: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------
+# Activation regularisation of recurrent models.
+
+
+@final
+class ActivationPenalty:
+    r"""Penalty on the last activations of a recurrent model, per element.
+
+    .. math:: \alpha \operatorname{mean}(d_t^2) + \beta \operatorname{mean}((h_t - h_{t-1})^2),
+
+    with :math:`h_t` the last activations at position :math:`t` and :math:`d_t` the same after
+    dropout. A model with such activations has an attribute ``last_drop``, the dropout layer that
+    takes them as ``(batch, features, length)``.
+
+    Args:
+        model: The model without wrappers.
+        activation: :math:`\alpha`.
+        change: :math:`\beta`.
+
+    Reference: Merity, McCann and Socher (2017), *Revisiting activation regularization for language
+    RNNs*.
+    """
+
+    def __init__(self, model: nn.Module, activation: float, change: float) -> None:
+        layer = getattr(model, "last_drop", None)
+        if not isinstance(layer, nn.Module):
+            raise ValueError(
+                "activation_penalty and change_penalty need a model with a layer last_drop, such "
+                f"as the model lstm, got {type(model).__name__} without"
+            )
+        self._layer, self._weights = layer, (activation, change)
+        self._value: Tensor | None = None
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Context manager for a forward pass, after which :meth:`take` has its penalty."""
+        handle = self._layer.register_forward_hook(self._observe)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def take(self) -> Tensor:
+        """Return the penalty of the last forward pass, with its gradient, and forget it."""
+        value, self._value = self._value, None
+        if value is None:
+            raise RuntimeError("the forward pass did not call the layer last_drop of the model")
+        return value
+
+    def _observe(self, layer: nn.Module, inputs: tuple[Tensor, ...], dropped: Tensor) -> None:
+        (h,), (activation, change) = inputs, self._weights
+        # In float32: squares of half-precision activations would lose digits.
+        value = activation * dropped.float().square().mean()
+        if h.shape[2] > 1:  # a single position has no change
+            value = value + change * h.float().diff(dim=2).square().mean()
+        self._value = value
+
+
+# ------------------------------------------------------------------------------------------
 # One step: forward pass, backward pass and update, with losses summed on the device.
 
 
@@ -156,10 +215,11 @@ class Totals:
     over: labels that are not ignored, by the weights of their classes.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, top_k: int | None = None) -> None:
+        self.top_k = top_k
+        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
         # Views, so that adding needs no indexing.
-        self._loss, self._mass, self._right, self._labels = self.sums.unbind()
+        self._loss, self._mass, self._right, self._labels, self._near = self.sums.unbind()
 
     def add(self, adapter: Adapter, batch: Any, loss: Tensor, outputs: Any, target: Any) -> None:
         """Add a batch with mean loss ``loss``."""
@@ -171,16 +231,23 @@ class Totals:
             self._loss.add_(loss.detach(), alpha=mass)
         self._mass.add_(mass)
         # Accuracy leaves out the labels that the loss ignores.
-        if num_classes(outputs, target):
+        if classes := num_classes(outputs, target):
             counted = is_kept(adapter.loss_fn.call, target)
             self._right.add_(((outputs.detach().argmax(1) == target) & counted).sum())
             self._labels.add_(counted.sum())
+            if self.top_k is not None:
+                first = outputs.detach().topk(min(self.top_k, classes), dim=1).indices
+                self._near.add_(((first == target.unsqueeze(1)).any(1) & counted).sum())
 
     def means(self) -> dict[str, float]:
         """Return mean loss and, for classes, accuracy over all processes; waits for the device."""
-        loss, mass, right, labels = all_sum(self.sums).tolist()
+        loss, mass, right, labels, near = all_sum(self.sums).tolist()
         means = {"loss": loss / mass if mass else math.nan}
-        return means | ({"accuracy": right / labels} if labels else {})
+        if labels:
+            means["accuracy"] = right / labels
+            if self.top_k is not None:
+                means[f"top{self.top_k}_accuracy"] = near / labels
+        return means
 
 
 def num_classes(outputs: Any, target: Any) -> int:
@@ -203,6 +270,7 @@ class Step:
         device: Device of model and batches.
         cached: Cache casts of weights within a forward pass; not possible in a CUDA graph.
         noise: Gradient noise, if the run has any.
+        penalty: Penalty on activations, if the run has any; not part of the logged loss.
     """
 
     adapter: Adapter
@@ -211,9 +279,10 @@ class Step:
     device: torch.device
     cached: bool = True
     noise: CovarianceNoise | None = None
+    penalty: ActivationPenalty | None = None
 
     def __post_init__(self) -> None:
-        self.totals = Totals(self.device)
+        self.totals = Totals(self.device, self.config.top_k)
         self.num_classes: int | None = None  # known after the first forward pass
         half = self.config.precision == "float16"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
@@ -253,9 +322,10 @@ class Step:
         return self.curvature.paused() if self.curvature and hidden else nullcontext()
 
     def _backward(self, piece: Piece) -> None:
-        adapter, noise = self.adapter, self.noise
+        adapter, noise, penalty = self.adapter, self.noise, self.penalty
         with (
             nullcontext() if noise is None else noise.observing(piece.batch),
+            nullcontext() if penalty is None else penalty.observing(),
             autocast(self.config.precision, self.device, cached=self.cached),
         ):
             outputs, target, after = call_model(adapter, piece.batch, piece.state)
@@ -271,10 +341,12 @@ class Step:
                     else type(loss).__name__
                 )
                 raise ValueError(f"the loss must be a number, the mean over a batch, got {got}")
+        if penalty is not None:
+            part = loss + penalty.take().to(loss.dtype)
         if isinstance(piece.share, Tensor):
-            part = loss * piece.share.to(loss.dtype)
+            part = part * piece.share.to(loss.dtype)
         elif piece.share != 1:
-            part = loss * piece.share
+            part = part * piece.share
         if self.curvature is not None:
             self.curvature.observe(outputs, target, adapter.loss_fn.call)
         if noise is None or not piece.real:
@@ -307,6 +379,19 @@ def autocast(
     return torch.autocast(device.type, dtype=getattr(torch, precision), cache_enabled=cached)
 
 
+@contextmanager
+def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Context manager that multiplies the learning rates of all groups for the block."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
 # ------------------------------------------------------------------------------------------
 # Loss and accuracy of a model.
 
@@ -320,6 +405,7 @@ def evaluate(
     forward: Forward | None = None,
     precision: str = "float32",
     carry_state: bool | None = None,
+    top_k: int | None = None,
 ) -> dict[str, float]:
     """Return the mean ``loss`` of a model in eval mode and, for classes, its ``accuracy``.
 
@@ -336,14 +422,18 @@ def evaluate(
         carry_state: Pass the state of a recurrent model from batch to batch; see ``CarriedState``.
             Defaults to ``batches.consecutive``, which is true for text. Each call starts with the
             initial state. Not possible with ``forward``.
+        top_k: Also return the fraction of targets among the k largest scores, as ``top5_accuracy``
+            for 5.
     """
+    if top_k is not None:
+        check_count("top_k", top_k)
     adapter = Adapter(model, loss_fn, forward)
     wanted = getattr(batches, "consecutive", False) if carry_state is None else carry_state
     carried, totals = carried_state(adapter, wanted=wanted), None
     with evaluating(model, batch_statistics=False):
         for batch in batches:
             rows, count, real = own_rows(batch)
-            totals = totals or Totals(device_of(model, rows))
+            totals = totals or Totals(device_of(model, rows), top_k)
             if not real:
                 continue
             state = None if carried is None else carried.of(count)

@@ -213,7 +213,7 @@ def read(
         errors: ``raise`` at the first invalid line and name it, or ``report``: skip such lines and
             count them in ``graph.intake`` (edge lists and Matrix Market coordinates).
         largest_component: Return the largest connected component only.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
         GraphError: The file does not hold such a graph; the message has its name and the reason.

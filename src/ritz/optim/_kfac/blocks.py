@@ -234,6 +234,7 @@ class KroneckerBlock(Block):
         else:
             self._sum("inputs", input_moment(module, x, self.keys, reduce=self.reduces))
             self.rows += len(x) if self.reduces else self._num_positions(columns[0])
+        # One column for labels, of the data or drawn; as many as outputs for the exact matrix.
         for deltas in columns:
             self._sum("outputs", output_moment(module, deltas, reduce=self.reduces))
         if self.settings.kind == "ekfac" and self.inverse:
@@ -299,6 +300,8 @@ class KroneckerBlock(Block):
         return sum(value.shape[-1] ** 3 for value in self.average.values() if value.ndim > 1)
 
     def decomposed(self, delta: float) -> Tensors:
+        # (S + sqrt(delta)/pi I) (x) (A + pi sqrt(delta) I): its mixed terms damp with the trace of
+        # the other factor, and its inverse is the product of two small inverses.
         A, S = self.average["inputs"], self.average["outputs"]
         if self.settings.kind == "kfac" and self.settings.damping == "factored":
             root = delta**0.5
@@ -353,16 +356,19 @@ class KroneckerBlock(Block):
             return
         for name in ("inputs", "outputs"):
             if f"{name}_basis" in new:
+                # Squares of the entries of U'^T U: how much of each old direction a new one has.
                 overlap = (new[f"{name}_basis"].mT @ self.inverse[f"{name}_basis"]).square()
                 scales = overlap @ scales if name == "outputs" else scales @ overlap.mT
         self.average["scales"] = scales.contiguous()
 
     def precondition(self, gradients: Tensors, delta: float) -> Tensors:
+        # (S (x) A)^-1 vec V = vec(S^-1 V A^-1) for symmetric factors and V by rows.
         V, inverse = self._joint(gradients), self.inverse
         if self._is_factored():
             A = inverse["inputs_inverse"]
             V = inverse["outputs_inverse"] @ V
             return self._parted(V * A if self.table else V @ A)
+        # U_S [(U_S' V U_A) / (s a' + delta)] U_A'; an embedding has U_A = I.
         U_A, U_S = inverse.get("inputs_basis"), inverse["outputs_basis"]
         V = U_S.mT @ (V if U_A is None else V @ U_A)
         if self.settings.kind == "ekfac":
@@ -443,6 +449,7 @@ def eigenbasis(factor: Tensor, before: Tensor | None) -> Tensors:
     A step of orthogonal iteration from the eigenbasis of a factor that has changed a little is
     near to the new one, at a fraction of the cost.
     """
+    # QR of F U: one step of orthogonal iteration, which converges over the inverses to come.
     if before is None:
         values, basis = eigen(factor)
     else:
@@ -465,6 +472,7 @@ class AffineBlock(Block):
 
     def add(self, call: Call, columns: list[Tensor]) -> None:
         for deltas in columns:
+            # Features of a norm are independent parameters: no product of factors is needed.
             rows = affine_gradients(self.module, call.args[0], deltas[0], self.keys)
             self._sum("moment", torch.einsum("nci,ncj->cij", rows, rows))
         self.rows += columns[0].shape[1]
@@ -486,6 +494,7 @@ class AffineBlock(Block):
         return {"basis": torch.empty_like(moment), "values": torch.empty_like(moment[..., 0])}
 
     def precondition(self, gradients: Tensors, delta: float) -> Tensors:
+        # (M + delta I)^-1 of every feature, by the eigenvectors of its 2 x 2 moment.
         V = torch.stack([gradients[key].flatten() for key in self.keys], 1).unsqueeze(2)
         U, values = self.inverse["basis"], self.inverse["values"].unsqueeze(2)
         V = (U @ ((U.mT @ V) / (values + delta)))[..., 0]

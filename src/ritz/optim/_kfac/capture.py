@@ -98,6 +98,7 @@ class Capture:
         self.active, self._receive, self._waits = False, receive, waits
         self.scaled = False  # a gradient scaler is known
         self._pass: Pass | None = None
+        self._inside = False  # a forward pass of the model
         self._records: list[tuple[Block, Tensor, int, GradientEdge, Pass]] = []
         self._handles = [
             model.register_forward_pre_hook(Hook(self, "begin"), with_kwargs=True, prepend=True)
@@ -106,6 +107,9 @@ class Capture:
         for block in blocks:
             hook = Hook(self, "note", block)
             self._handles.append(block.module.register_forward_hook(hook, with_kwargs=True))
+        # The last hook: the model may be a layer itself.
+        hook = Hook(self, "end")
+        self._handles.append(model.register_forward_hook(hook, with_kwargs=True, always_call=True))
         # The hooks hold the blocks, which must not outlive their optimiser.
         weakref.finalize(self, _remove, self._handles)
 
@@ -121,9 +125,14 @@ class Capture:
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note the number of samples of a forward pass."""
+        # A layer may have positions among its rows; the rows of the model are samples.
         if self.active and torch.is_grad_enabled():
             rows = next((len(x) for x in tensors((args, kwargs)) if x.ndim), None)
-            self._pass = Pass(rows)
+            self._pass, self._inside = Pass(rows), True
+
+    def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note the end of a forward pass."""
+        self._inside = False
 
     def note(self, block: Block, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Note a call of a layer."""
@@ -138,10 +147,13 @@ class Capture:
             return
         x = args[0] if args else kwargs["input"]
         self._check_scale(x.device.type)
-        x, of = x.detach(), self._pass or Pass(None)
+        # Checkpointed layers are called again by the backward pass, for the samples of the pass.
+        inside = self._inside or torch._C._current_graph_task_id() != -1
+        x, of = x.detach(), (self._pass if inside else None) or Pass(None)
         if self._waits:
             self._records.append((block, x, x._version, get_gradient_edge(output), of))
         else:
+            # Of the tensor: a full backward hook of the module forbids operations in place on it.
             output.register_hook(_Arrival(self, block, x, of))
 
     def _check_scale(self, device: str) -> None:
@@ -160,6 +172,7 @@ class Capture:
         records, self._records = self._records, []
         edges = [record[3] for record in records]
         passes = [
+            # Down to the outputs of the layers only: no gradient of a weight is computed.
             torch.autograd.grad(outputs, edges, column, retain_graph=True, allow_unused=True)
             for column in columns
         ]

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ritz._core.checks import check_range
-from ritz._core.params import check_optimizer, parameters
+from ritz._core.checks import check_range, check_type
+from ritz._core.params import check_optimizer, check_setting, parameters
 from ritz.optim._kfac.preconditioner import (
     Curvature,
     Gradients,
     Options,
-    check_delta,
     checked_settings,
 )
 
@@ -39,8 +38,10 @@ class KFAC(Optimizer):
             optimizer.step()
 
     The loss must be the mean over the samples of a step, as in gradient accumulation with the loss
-    divided by the number of batches, and with :class:`~torch.nn.parallel.DistributedDataParallel`.
-    Several processes average their factors and share out the inverses. Known layers are linear
+    divided by the number of batches. Every forward pass of the model in a step counts its own
+    samples, also with :class:`~torch.nn.parallel.DistributedDataParallel`.
+    Several processes average their factors and share out the inverses. The damping of a layer is
+    that of the group of its first parameter. Known layers are linear
     layers, convolutions, embeddings (with their exact diagonal :math:`A`) and affine norms (the
     exact block of each feature). Any other layer, and one that shares a parameter with another, has
     the plain gradient; a warning says so once, and ``plain`` lists them. Frozen parameters are left
@@ -161,6 +162,7 @@ class KFAC(Optimizer):
             loss = None if closure is None else closure()
         gradients = self._gradients()
         if gradients:
+            # Clipping comes before momentum: the limit is on the step of this gradient.
             directions = curvature.step(gradients)
             limit = clip_factor(self, gradients, directions, self.kl_clip)
             for group in self.param_groups:
@@ -179,6 +181,7 @@ class KFAC(Optimizer):
                     continue
                 if p.grad.is_sparse:
                     raise RuntimeError("KFAC does not support sparse gradients")
+                # Maximizing L is minimizing -L; the curvature, of squares, is that of both.
                 gradient = p.grad * sign if sign < 0 else p.grad
                 gradients[p] = gradient.add(p, alpha=decay) if decay else gradient
         return gradients
@@ -193,6 +196,7 @@ class KFAC(Optimizer):
         if not params:
             return
         rate, momentum = float(group["lr"]), group["momentum"]
+        # Lists of tensors, which the foreach functions take in a few kernels.
         steps = [directions[p] if limit is None else directions[p] * limit for p in params]
         if momentum:
             for p in params:
@@ -208,6 +212,7 @@ class KFAC(Optimizer):
                 else buffers
             )
         if group["decoupled_weight_decay"] and group["weight_decay"]:
+            # Decoupled: the decay does not go through the preconditioner.
             torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
         torch._foreach_add_(params, steps, alpha=-rate)
 
@@ -254,7 +259,7 @@ class KFACPreconditioner:
         **options: Unpack[Options],
     ) -> None:
         check_optimizer(optimizer)
-        check_delta(delta)
+        check_setting("delta", delta, zero=False)
         settings = checked_settings(options)
         if any("delta" in group for group in optimizer.param_groups):
             kind = type(optimizer).__name__
@@ -290,18 +295,21 @@ class KFACPreconditioner:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # A closure computes new gradients inside of step(), which would not be preconditioned.
         if any(each is not None for each in (*args[1:], *kwargs.values())):
             raise ValueError("KFACPreconditioner needs gradients before step(), got a closure")
         # A fused kernel skips a step whose scaled gradients overflow.
         overflow: Tensor | None = getattr(optimizer, "found_inf", None)
         if overflow is not None and bool(overflow > 0):
             return
+        # The gradients come back after the step: monitors and clipping outside see plain ones.
         self._gradients = {p: p.grad for p in parameters(optimizer) if p.grad is not None}
         if not self._gradients:
             return
         directions = self.curvature.step(self._gradients)
         limit = clip_factor(optimizer, self._gradients, directions, self.kl_clip)
         for p, direction in directions.items():
+            # Assigned and not written into: the gradient may be a view of a bucket of DDP.
             p.grad = direction if limit is None else direction * limit
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -320,27 +328,28 @@ def clip_factor(
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p in gradients:
+                # The step changes the model by alpha^2 g'Pg in KL divergence, over all layers.
                 product = (gradients[p] * directions[p]).sum(dtype=torch.float64)
                 total = total.to(product.device) + float(group["lr"]) ** 2 * product
     # Scaled gradients, which a fused kernel divides by the scale later.
     scale = getattr(optimizer, "grad_scale", None)
     total = total if scale is None else total / scale.double() ** 2
+    # The tiniest number stands for a gradient of zero, whose step needs no limit.
     return (limit / total.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().clamp_max(1)
 
 
 def _checked_clip(limit: float | None) -> float | None:
     if limit is not None:
-        check_range("kl_clip", limit, low=0.0)
+        check_setting("kl_clip", limit)
     return limit
 
 
 def _check_group(settings: dict[str, Any]) -> None:
-    lr = settings["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
-    check_range("lr", lr.item() if isinstance(lr, Tensor) else lr, low=0)
-    check_delta(settings["delta"])
+    for name in ("lr", "weight_decay"):
+        check_setting(name, settings[name])
+    check_setting("delta", settings["delta"], zero=False)
     check_range("momentum", settings["momentum"], low=0.0, high=1.0)
-    check_range("weight_decay", settings["weight_decay"], low=0.0)
+    for name in ("nesterov", "maximize", "decoupled_weight_decay"):
+        check_type(name, settings[name], bool, "True or False")
     if settings["nesterov"] and not settings["momentum"]:
         raise ValueError("nesterov=True needs momentum above 0, got 0")

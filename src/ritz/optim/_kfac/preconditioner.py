@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ritz._core.checks import check_range
 from ritz._core.distributed import all_sum, broadcast, rank, world_size
 from ritz._core.modes import arithmetic, unwrapped
-from ritz._core.params import check_optimizer, parameters
+from ritz._core.params import check_optimizer, check_setting, parameters
 from ritz.curvature._shared import Call, KFACKind, as_likelihood, known_loss
 from ritz.optim._companions import StateDict, listed, owners
 from ritz.optim._kfac.blocks import (
@@ -57,13 +56,6 @@ def checked_settings(options: Mapping[str, Any]) -> Settings:
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         raise TypeError(f"KFAC got unknown arguments {', '.join(unknown)}")
     return Settings(**options)
-
-
-def check_delta(delta: Any) -> None:
-    """Raise unless a damping is a number above 0."""
-    check_range("delta", float(delta) if isinstance(delta, Tensor) else delta, low=0.0)
-    if not (delta > 0 and math.isfinite(delta)):
-        raise ValueError(f"delta must be finite and above 0, got {delta}")
 
 
 @final
@@ -183,7 +175,8 @@ class Curvature:
         groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         deltas = {block: groups[block.anchor]["delta"] for block in self.blocks}
         for delta in deltas.values():
-            check_delta(delta)
+            check_setting("delta", delta, zero=False)
+        # Averages first: the first step has inverses of its own factors.
         if self.capturing:
             if gains := self._absorb(gradients):
                 self._invert(gains, deltas)
@@ -200,6 +193,7 @@ class Curvature:
             present = {key: p for key, p in block.params.items() if p in gradients}
             if not present or not block.inverse:
                 continue
+            # The block is of weight and bias together; one that is frozen or unused is zero in it.
             parts = {
                 key: gradients[p].to(block.dtype) if key in present else torch.zeros_like(p)
                 for key, p in block.params.items()
@@ -212,6 +206,7 @@ class Curvature:
     def _absorb(self, gradients: Gradients) -> dict[Block, float]:
         """Let the sums of the step enter the averages; return the gain of each block."""
         local = torch.tensor([[b.samples, b.rows] for b in self.blocks], dtype=torch.float64)
+        # One exchange for all layers, before those of their factors.
         counts = all_sum(local.to(self.blocks[0].device)).tolist()
         active = []
         for block, (samples, rows) in zip(self.blocks, counts, strict=True):
@@ -222,6 +217,7 @@ class Curvature:
                 block.sums = {k: all_sum(v) for k, v in sorted((zeros | block.sums).items())}
                 active.append(block)
         self._drop_unseen(active, gradients)
+        # One number per layer, and one wait for the device in all.
         totals = [value.sum() for block in active for value in block.sums.values()]
         # An overflow, as of a scaled loss whose step was skipped, is no curvature.
         if not totals or not bool(torch.stack(totals).isfinite().all()):
@@ -232,6 +228,7 @@ class Curvature:
         return gains
 
     def _gain(self, samples: int) -> float:
+        # The factor S has squares of derivatives, and so the square of the scale of the loss.
         unit = 1 / self._scale() ** 2
         if self.settings.fisher != "empirical":
             return unit / samples
@@ -287,8 +284,10 @@ class Curvature:
                 inverses[block] = (
                     block.decomposed(float(deltas[block])) if block in mine else block.blank()
                 )
+        # Every process knows who inverts which layer, without an exchange.
         owner = {block: number for number, share in enumerate(_shares(blocks)) for block in share}
         for block in blocks:
+            # In one order in all processes, as collective operations must be.
             for name in sorted(inverses[block]):
                 broadcast(inverses[block][name], owner[block])
             if isinstance(block, KroneckerBlock):
@@ -314,6 +313,7 @@ class Curvature:
     def _write(self, optimizer: Optimizer) -> None:
         for block in self.blocks:
             if block.average:
+                # As tensors: torch.load with weights_only and distributed checkpoints take those.
                 entry = {"updates": torch.tensor(block.updates), "steps": torch.tensor(self.steps)}
                 entry |= block.average | block.inverse
                 named = {f"{PREFIX}{name}": value for name, value in entry.items()}
@@ -321,6 +321,7 @@ class Curvature:
 
     def _before_load(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         """Take the curvature out of a state that torch is about to load and to cast."""
+        # By place in the groups, as torch itself matches a state to parameters.
         here, there = listed(optimizer.param_groups), listed(state_dict["param_groups"])
         places = {place: p for (_, p), (_, place) in zip(here, there, strict=False)}
         state = dict(state_dict["state"])
@@ -348,6 +349,7 @@ def _shares(blocks: list[Block]) -> list[set[Block]]:
     """Share blocks out over processes, each to the one with the least work so far."""
     shares: list[set[Block]] = [set() for _ in range(world_size())]
     work = [0] * len(shares)
+    # Largest first: the longest work is then at most 4/3 of the shortest possible.
     for block in sorted(blocks, key=lambda block: -block.cost()):
         least = work.index(min(work))
         shares[least].add(block)
@@ -360,6 +362,7 @@ def _find_blocks(
 ) -> tuple[list[Block], dict[str, str]]:
     """Return the layers with curvature, and the names of others with the reason."""
     chosen = {id(p) for p in parameters(optimizer) if p.requires_grad}
+    # A gradient that sums over two layers has the block of neither.
     users: dict[int, int] = {}
     for module in model.modules():
         for p in module.parameters(recurse=False):

@@ -35,7 +35,7 @@ from ritz.spectra._cg import (
 from ritz.spectra._functions.quadrature import Budget, Known, Sampler
 from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_size
 from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged, unit_probes
-from ritz.spectra._gradients import attach_gradient
+from ritz.spectra._logdet_gradient import attach_gradient
 
 Solve = Callable[[Any], Any]
 LogdetMethod = Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"]
@@ -54,7 +54,7 @@ class Tuning:
     envelope: float = 2e11
     # Relative error that `auto` aims at if the caller gives none.
     rtol: float = 1e-3
-    # As many rows are not worth random probes: each run would span the whole space.
+    # With so few rows random probes do not pay: each run would span the whole space.
     few: int = 10
     # `auto` spends this fraction of the products on a pilot, and continues with quadrature if that
     # promises to reach the tolerance.
@@ -109,8 +109,8 @@ def logdet(
     256 MiB, it stores 6 vectors per probe, does not re-orthogonalise and needs more steps.
     ``krylov`` stores 0.6 ``num_products`` vectors more, up to 4 GiB. The others need a few vectors
     per probe. The ``truncation`` of ``chebyshev`` is the largest error of the interpolation. That
-    of ``maxent`` is twice as much, because densities with the same moments differ by no more, plus
-    the effect of moments that were matched approximately.
+    of ``maxent`` is twice this error, which bounds the difference between two densities with the
+    same moments, plus the effect of moments that were matched approximately.
 
     The mean is differentiable in the parameters of a kernel operator that require gradients:
     ``backward()`` estimates the gradient with random probes; see
@@ -127,7 +127,7 @@ def logdet(
         rtol: Stop when the 95 % interval is within this fraction of the value. The status says
             whether it is. Defaults to 1e-3 for ``auto``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
         NotPositiveDefiniteError: A Ritz value or pivot is not positive; the message has it.
@@ -169,7 +169,7 @@ def logdet(
 
 
 def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
-    """Use quadrature if a few probes show that it suffices, else a factor or a Krylov space."""
+    """Use quadrature if a few probes show that it suffices, and otherwise another method."""
     if budget.num_probes is not None or op.shape[0] <= budget.num_products:
         return _by_krylov(op, budget)
     with tracking(budget.progress, "log determinant", budget.num_products) as bar:

@@ -23,19 +23,20 @@ Function = Callable[[Tensor], Tensor]
 class Tuning:
     """Constants of the error bars and of the split between probes and steps."""
 
-    # Multiple of the largest change by an added node or by the last steps that serves as the error
-    # of a rule, and the number of steps from which on it does. On 23 spectra x 7 functions no error
-    # exceeds it by more than a fifth of the standard error of 16 probes; with 1 some reach twice.
+    # The error of a rule is taken to be this multiple of the largest change by an added node or by
+    # the last steps. Rules of fewer steps than this have an unknown error. On 23 spectra x 7
+    # functions no error exceeds it by more than a fifth of the standard error of 16 probes; with
+    # the multiple 1 some errors are twice as large.
     margin: float = 2.0
     fewest_steps: int = 4
     # Ritz values may lie this many eps |A| below a floor before the floor is refused. In float32
     # kernel matrices of 1,500 rows reach 0.14; the margin is for the roundoff of larger sums.
     below_floor: float = 5000.0
-    # Roundoff in the products moves the spectrum by at most this many eps |A|. With 0.25 a third
-    # of the exact determinants of up to seven rows lies outside; of kernel matrices none.
+    # Roundoff in the products moves the spectrum by at most this many eps |A|. With 0.25 the error
+    # bars miss a third of the exact determinants of up to seven rows, and none of kernel matrices.
     shift: float = 1.0
-    # Probes whose runs grow until truncation no longer matters, and the number of probes that the
-    # longest such run must leave products for; benchmarks/determinants.py, rows "sparse".
+    # Number of probes of the pilot, whose runs grow until truncation no longer matters. The budget
+    # must suffice for at least `fewest` runs of that length; benchmarks/determinants.py, "sparse".
     pilot: int = 4
     fewest: int = 5
     # Fewest probes at which a tolerance is judged: below, a chance agreement of the samples stops
@@ -175,8 +176,8 @@ class Brackets(NamedTuple):
     """Quadratic forms of unit vectors and their errors, each ``(k,)``.
 
     Attributes:
-        mixed: The forms: Gauss rules, or the mix of a lower and an upper bound that was stationary
-            over the last steps.
+        mixed: The forms, by Gauss rules or by a weighted mean of a lower and an upper bound. The
+            weights are those with which the mean did not change over the last steps.
         gap: Error that more steps reduce: a bound for :data:`ALTERNATING` functions with a floor,
             otherwise an estimate. Infinite if unknown.
         roundoff: Error by roundoff in the products.
@@ -200,11 +201,11 @@ def brackets(
     bounds: bool = False,
     first: int = 1,
 ) -> Brackets:
-    r"""Return the forms that Krylov spaces give.
+    r"""Return the quadratic forms of the start vectors of Krylov spaces, with their errors.
 
     Without a floor the ends of the spectrum are taken from the outermost Ritz values and their
-    residuals. The change by a node at either end and the change of the last steps then tell the
-    error.
+    residuals. The error then follows from two changes: by a node at either end, and by the last
+    steps.
 
     Args:
         spaces: The spaces.
@@ -325,12 +326,12 @@ class Budget:
 
     Attributes:
         num_products: Maximum number of products.
-        num_probes: Number of probes; ``None``: chosen by the error bars.
+        num_probes: Number of probes. With ``None`` the error bars determine it.
         max_probes: Maximum number of probes for the methods that use moments.
         floor: A number below the spectrum, if one is known.
         rtol: Relative error at which to stop, if any.
         generator: Source of the probes.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
 
     num_products: int
@@ -386,7 +387,7 @@ class Sampler:
     block_size: int | None = None
 
     def estimate(self, num_products: int, num_probes: int | None) -> Estimate:
-        """Return the trace from that many probes; ``None``: as the two error bars suggest."""
+        """Return the trace from that many probes; with ``None`` the error bars determine it."""
         if num_probes is not None:
             num_steps = min(max(1, num_products // num_probes), self.dimension)
             return self.extended([], num_steps, [num_probes])

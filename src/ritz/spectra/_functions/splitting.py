@@ -47,7 +47,8 @@ class Tuning:
     share: float = 0.6
     # Maximum size of the basis in bytes: 4 GiB, as the documentation of logdet says.
     basis: int = 2**32
-    # Fraction of the directions whose share of tr f(A) is taken as exact; the others make it so.
+    # Fraction of the directions whose part of tr f(A) is taken as exact. The others are needed to
+    # make this part accurate.
     # tr sqrt(A) of a power law: rms error 6 % with 1/3, 2 % with 2/3. It falls further with 0.9,
     # but then a function that converges slowly has no directions left to converge.
     exact: float = 2 / 3
@@ -204,8 +205,8 @@ class Deflation:
 class SchurOperator(LinearOperator):
     """The Schur complement of a deflated operator, and ``filling`` times the identity on the space.
 
-    The filling lies within the spectrum, so that components that roundoff puts into the space do
-    no harm.
+    The filling lies within the spectrum. Roundoff puts small components into the space, and with
+    an eigenvalue within the spectrum they do no harm.
     """
 
     def __init__(

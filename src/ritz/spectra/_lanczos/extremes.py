@@ -55,6 +55,12 @@ class Tuning:
     # Steps beyond the number of wanted pairs before the first check, and between two checks of
     # pairs and of bounds. After two or three steps only the bulk has been seen.
     patience: int = 10
+    # Least number of basis vectors, and bytes up to which it is the larger one. With 20 and 40 the
+    # six smallest pairs of a grid of 10,000 rows take 678 and 431 products; of 160,000 rows more
+    # than 20,000 and 2,233 (benchmarks/multiplicity.py, rtol 1e-6). Easy matrices take as many.
+    short_basis: int = 20
+    long_basis: int = 40
+    basis: int = 2**28
     spacing_pairs: int = 5
     spacing_bounds: int = 2
 
@@ -130,20 +136,20 @@ def eigenpairs(
     locked, and a new random start in their orthogonal complement looks for others that are as
     extreme, until it finds none.
 
-    ============  ===============================================  =================================
-    ``certify``   an eigenvalue more extreme than a returned one,  products
-                  by more than ``rtol``, is missed
-    ============  ===============================================  =================================
-    ``random``    with probability 0.001 at most, over the starts  1.3 times those of ``none``, and
-                                                                   twice with repeated values
-    ``inertia``   never, but for roundoff                          those of the pairs, and a
-                                                                   factorisation for each end
-    ``none``      if it is repeated                                about those of ``eigsh``
-    ============  ===============================================  =================================
+    ============  =======================================  =========================================
+    ``certify``   what may be missed                       cost
+    ============  =======================================  =========================================
+    ``random``    nothing, with probability 0.999 over     1.3 times the products of ``none``; twice
+                  the random starts                        as many with repeated eigenvalues
+    ``inertia``   nothing, apart from roundoff             the products of ``none``, and a
+                                                           factorisation for each end
+    ``none``      copies of repeated eigenvalues           about the products of ``eigsh``
+    ============  =======================================  =========================================
 
-    A single pair at an end needs no second run. ``inertia`` counts the eigenvalues beyond the
-    returned ones by the signs of the pivots of :math:`A - \sigma I`. It needs a dense or sparse
-    matrix, whose factors have to fit into memory.
+    An eigenvalue counts as missed if it is more extreme than a returned one by more than ``rtol``
+    times the norm. A single pair at an end needs no second run. ``inertia`` counts the eigenvalues
+    beyond the returned ones by the signs of the pivots of :math:`A - \sigma I`. It needs a dense or
+    sparse matrix, whose factors have to fit into memory.
 
     Cost: one product per step, and ``2 j`` vector reads of re-orthogonalisation in step ``j``.
     Memory beyond the operator: ``max_vectors + 5`` vectors.
@@ -157,7 +163,8 @@ def eigenpairs(
             of machine precision.
         max_steps: Maximum number of products. Defaults to 200 per wanted pair, at least 2000.
         max_vectors: Maximum number of basis vectors; beyond it the run restarts from the best Ritz
-            vectors. Defaults to ``2 k + 4`` for ``k`` wanted pairs, at least 20.
+            vectors. Defaults to ``2 k + 4`` for ``k`` wanted pairs, at least 20, and at least 40
+            if these take less than 256 MB.
         vectors: Return the eigenvectors. They overwrite the basis, so they need no more memory.
         start: Start vector ``(n,)``. Defaults to a random one.
         certify: How to make sure that no pair was missed; see the table.
@@ -169,7 +176,7 @@ def eigenpairs(
             :func:`ritz.lanczos`. After a restart all vectors are written.
         save_interval: Seconds between saves.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
         ValueError: As :func:`ritz.lanczos` does.
@@ -243,7 +250,9 @@ class _Goal:
             raise ValueError(f"certify='inertia' needs a dense or sparse matrix, got {op!r}")
         check_choice("reorthogonalize", mode, ("full", "partial"))
         if max_vectors is None:
-            max_vectors = max(2 * self.wanted + 4, 20) if mode == "full" else self.max_steps
+            small = TUNING.long_basis * n * op.dtype.itemsize <= TUNING.basis
+            least = TUNING.long_basis if small else TUNING.short_basis
+            max_vectors = max(2 * self.wanted + 4, least) if mode == "full" else self.max_steps
         else:
             check_count("max_vectors", max_vectors, low=self.wanted + 2)
         self.max_vectors = min(max_vectors, self.max_steps, n)
@@ -293,7 +302,8 @@ class _Search:
         goal: What is wanted.
         saved: The run and its journal.
         seed: Seed of further start vectors.
-        random: Whether the start vector is random. Otherwise what it did not find may exist.
+        random: Whether the start vector is random. If not, it says nothing about eigenvalues that
+            were not found.
     """
 
     def __init__(self, goal: _Goal, saved: SavedRuns, seed: int, *, random: bool = True) -> None:
@@ -552,7 +562,7 @@ def bounds(
         max_steps: Maximum number of products; 20 to 60 are usual. The interval holds the spectrum
             even if it is too wide then.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Van Dorsselaer, Hochstenbach and Van der Vorst (2000).
     """
@@ -598,7 +608,7 @@ def spectral_norm(
         rtol: Truncation to reach, relative to the norm.
         max_steps: Maximum number of products.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     op = as_operator(op)
     discs = gershgorin(op)

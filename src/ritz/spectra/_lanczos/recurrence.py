@@ -142,7 +142,7 @@ class Basis:
     def subtract(
         self, vector: Tensor, coefficients: Tensor, *, first: int = 0, last: int | None = None
     ) -> None:
-        r"""Do :math:`v \leftarrow v - V^\top h` in place, with rows ``first`` to ``last``.
+        r"""Compute :math:`v \leftarrow v - V^\top h` in place, with rows ``first`` to ``last``.
 
         Cost: one read of the rows.
         """
@@ -188,7 +188,7 @@ class Basis:
 
 
 class AsymmetryError(ValueError):
-    """Products that no symmetric matrix has."""
+    """The products are not those of a symmetric matrix."""
 
 
 class Recurrence:
@@ -317,7 +317,8 @@ class Recurrence:
         else:
             beta = self.basis.norm(vector)
         alpha, beta = alpha * self.unit, beta * self.unit
-        # |A| >= |T| >= the largest row of T, but for a factor below sqrt(3)
+        # A row of T has at most the norm of A, and the sum of its three entries is at most sqrt(3)
+        # times that. The factor does not matter here.
         self.scale = max(self.scale, abs(alpha) + (self.betas[-1] if self.betas else 0.0) + beta)
         if not math.isfinite(self.scale):
             self._raise_nonfinite(vector)
@@ -332,9 +333,9 @@ class Recurrence:
             self._push(vector, beta / self.unit)
 
     def is_noise(self, norm: float) -> bool:
-        """End the run after its first step if all products so far are roundoff.
+        """Return whether all products so far are roundoff; if so, end the run after its first step.
 
-        So it is if the start vector is in the kernel of an operator of this norm.
+        This happens if the start vector is in the kernel of an operator with this norm.
         """
         noise = not self.kept and is_below(self.scale, TUNING.breakdown * self.eps * norm)
         if noise:
@@ -456,9 +457,9 @@ class Recurrence:
         return math.hypot(self.neglected, *parts[order][chosen].tolist())
 
     def lock(self, chosen: Tensor) -> None:
-        """Keep the chosen ones of :meth:`ritz_pairs` as eigenvectors, and forget the rest.
+        """Lock the chosen ones of :meth:`ritz_pairs` as eigenvectors, and discard the rest.
 
-        Next comes :meth:`begin`.
+        :meth:`begin` must be called next.
         """
         values, coefficients, residuals = self.ritz_pairs()
         self.neglected = self.neglect(chosen)

@@ -78,7 +78,7 @@ class SavedRuns:
         }
 
     def load(self) -> dict[str, int] | None:
-        """Return the runs to the newest usable state; return its progress, ``None`` if none.
+        """Reset the runs to the newest usable state and return its progress; ``None`` without one.
 
         Cost: one product, which shows whether the operator is that of the saved state.
         """
@@ -124,10 +124,11 @@ def difference(op: LinearOperator, run: Recurrence) -> str | None:
 
     .. math:: A v_k = \sum_i T_{ik} v_i + c_k v_{m+1}
 
-    Its norm and :math:`v_k^\top A v_k` must agree to the square root of roundoff, which detects a
-    matrix scaled by 1.001 even in single precision: noise in the product enters the norm squared
-    and the quadratic form as an average. The vector itself, in which noise is not reduced, must
-    agree as well as products must be symmetric. That detects other data of the same norm.
+    Its norm and :math:`v_k^\top A v_k` must agree to the square root of roundoff. This detects a
+    matrix scaled by 1.001 even in single precision, because noise in the product averages out in
+    the norm and in the quadratic form. It does not average out in the vector itself, which must
+    agree to the tolerance that the check of symmetry has. This detects other data that give a
+    product of the same norm.
 
     Cost: one product and one read of the basis.
     """
@@ -352,7 +353,7 @@ def lanczos(
             additional product, which is not counted: it detects a state of another operator.
         save_interval: Seconds between saves.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
         ValueError: The products contain NaN or Inf, are not those of a symmetric matrix, or change
@@ -415,7 +416,7 @@ def lanczos_block(
         state: File to resume from, and to save to; see :func:`lanczos`.
         save_interval: Seconds between saves.
         generator: Source of the start vectors. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     op = as_operator(op)
     _check_settings(op, num_steps, vectors, reorthogonalize)
@@ -442,7 +443,7 @@ def random_start(op: LinearOperator, generator: torch.Generator) -> Tensor:
 
 
 def start_vector(op: LinearOperator, start: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Return the start vector of the caller, or a random one."""
+    """Return the checked start vector of the caller, or a random one."""
     if start is None:
         return random_start(op, generator)
     check_tensor("start", start, dtype=op.dtype, device=op.device, rows=op.shape[0])

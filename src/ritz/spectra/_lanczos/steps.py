@@ -54,8 +54,8 @@ def together(
 ) -> list[Recurrence]:
     """Return runs from start vectors, each ``(n,)``, whose bases lie in one tensor.
 
-    :func:`step` then advances all of them by batched operations. Without, the time of runs of a few
-    thousand rows goes into calls. Longer vectors have a tensor each.
+    :func:`step` then advances all of them by batched operations. Without these, runs of a few
+    thousand rows spend most of their time on calls. Longer vectors have one tensor per run.
     """
     like, shape = starts[0], (len(starts), 2 if mode == "none" else capacity, len(starts[0]))
     # "partial" decides for each vector what to subtract.
@@ -82,10 +82,10 @@ def _shared(runs: Sequence[Recurrence]) -> Tensor | None:
 
 
 def _absorb_together(runs: Sequence[Recurrence], products: Tensor, *, last: bool) -> bool:
-    """Take the products ``(n, k)`` of all runs; return whether nothing was out of the ordinary.
+    """Take the products ``(n, k)`` of all runs at once; return whether that was possible.
 
-    It is the step of :meth:`Recurrence.absorb`, in the same order, for all runs at once. In a first
-    step, near a breakdown and if a check fails it changes nothing, and each run is for itself.
+    The operations are those of :meth:`Recurrence.absorb`, in the same order. In a first step, near
+    a breakdown and if a check fails nothing is changed, and each run has to take its step alone.
     """
     first, shared = runs[0], runs[0].shared
     if shared is None or not first.alphas or any(run.unit != 1 for run in runs):

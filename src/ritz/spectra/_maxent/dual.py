@@ -43,19 +43,20 @@ class Tuning:
     largest_damping: float = 1e15
     # A vector whose gradient is below this when patience ends converges slowly but surely.
     near: float = 1e-4
-    # The dual has fallen if it changed by more than this fraction: a few hundred roundoffs.
+    # The dual has fallen if it decreased by more than this fraction: a few hundred roundoffs.
     level: float = 1e-13
     # Variances tried if exact moments have no density, or one too peaked to be computed. On kernel,
     # cluster and four-atom spectra (tests/spectra/test_entropy_torture.py) one of them succeeds.
     ladder: tuple[float, ...] = (1e-18, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2)
-    # Steps in which a variance that has a density shows it: 12 to 22 are usual.
+    # If a variance has a density, the solver finds it within so many steps: 12 to 22 are usual.
     patience: int = 25
     # First damping with a smaller variance, in units of it: the solution of the larger is near.
     relaxed_damping: float = 100.0
     # Total variation of the shares of the nodes at which most of them lie in peaks as narrow as the
     # grid; it is 2 if all do.
     blurred: float = 1.6
-    # Variance of a moment that says nothing: moments are at most 1, and squares must not overflow.
+    # Largest variance of a moment. Moments are at most 1, so such a moment carries no information;
+    # a larger variance could overflow.
     largest: float = 1e12
     # Nodes of the grid: at least 512, 16 per moment, and doubled up to 16,384 for a prior.
     grid_size: int = 512
@@ -255,7 +256,7 @@ class _Points(NamedTuple):
             array[which] = new
 
     def better_than(self, old: "_Points") -> Array:
-        """Return whether the dual fell, or, if its change is roundoff, the gradient did."""
+        """Return whether the dual fell, or the gradient if the change of the dual is roundoff."""
         level = TUNING.level * (1 + np.abs(old.value))
         fell = self.value < old.value - level
         flat = (self.value <= old.value + level) & (self.length < old.length)

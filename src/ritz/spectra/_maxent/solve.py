@@ -54,7 +54,7 @@ class Solver:
     max_steps: int
 
     def solve(self, targets: Tensor, levels: list[Tensor]) -> tuple[Solution, Tensor]:
-        """Return for each vector the solution with the smallest possible variance, and that.
+        """Return the solution with the smallest possible variance, and the variance, by vector.
 
         The smallest variance is tried first. If it fails, the others are tried from the largest
         down, each from the solution of the one before, until one fails.
@@ -145,9 +145,9 @@ def maxent(
     .. math:: \max_q -\int q \log \frac{q}{q_0} \quad \text{with} \quad
         \int q\, \phi_i = \mu_i, \quad i = 0, \dots, m
 
-    by Levenberg-Marquardt on the convex dual. The dual uses Chebyshev polynomials whatever the
-    basis of the moments: the density does not depend on the basis, the conditioning does. Moments
-    with standard errors are matched within these errors: the dual gets the ridge
+    by Levenberg-Marquardt on the convex dual. The dual always uses Chebyshev polynomials. The
+    density does not depend on the basis, but the conditioning of the dual does. Moments with
+    standard errors are matched within these errors: the dual gets the ridge
     :math:`\frac12 \sum_i r_i \alpha_i^2` with :math:`r_i` the squared standard errors.
 
     If no smooth density has these moments, they are matched approximately. The variance :math:`r`
@@ -160,7 +160,7 @@ def maxent(
     Args:
         moments: The result of :func:`ritz.moments`, or a tensor ``(m + 1,)`` of moments of degree
             ``0, ..., m``, the first of which is 1; or several vectors ``(N, m + 1)``, each of which
-            gets its own density.
+            gets a density.
         basis: Basis of a tensor: ``chebyshev`` or ``legendre`` polynomials of the variable mapped
             to ``[-1, 1]``, or ``power``, powers of the variable itself.
         interval: ``(a, b)``, the support. Defaults to that of :class:`Moments`, and to ``(-1, 1)``

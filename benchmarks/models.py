@@ -1,0 +1,214 @@
+"""The first product, later products and their memory, over one gradient, on common models.
+
+Each model is small, with random weights and data, and attention as it comes. A row is one model
+and one way to multiply: ritz, four other libraries, or double backward in ten lines of torch.
+``first`` is the first Hessian product of a new operator, ``next`` every later one, ``column`` one
+of a block of eight, ``GGN first`` and ``GGN`` the same for Gauss-Newton, all over one gradient of
+the same samples in the same round. ``MiB`` is the peak memory of a product and of all that its
+operator caches, without model and data: of the process on the CPU, of the device on CUDA. ``error``
+and ``GGN error`` compare with plain double backward. The process is warm: torch loads modules for
+about a second before its first forward derivative, which is not in ``first``.
+"""
+
+import argparse
+import copy
+import ctypes
+import gc
+import json
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from families import MODELS
+from products import (
+    WIDTH,
+    Setting,
+    backpack_jobs,
+    curvlinops_jobs,
+    eigenthings_jobs,
+    pyhessian_jobs,
+)
+from timing import RESULTS, interleaved, median, ratio, write
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ritz
+
+FIRST = 3  # new operators whose first product is timed
+
+
+def ritz_jobs(s):
+    risk = ritz.Risk(s.model, F.cross_entropy, s.batches)
+    for kind, make in (("Hessian", ritz.hessian), ("GGN", ritz.ggn)):
+        op = make(risk)
+        yield f"{kind} ritz", lambda op=op: op @ s.vector
+    wide = ritz.hessian(risk)
+    yield "Hessian ritz, block", lambda: wide @ s.block
+
+
+def torch_jobs(s):
+    def ggn(x, y):
+        outputs = s.model(x)
+        slopes = torch.autograd.grad(F.cross_entropy(outputs, y), outputs, create_graph=True)[0]
+        zero = torch.zeros_like(outputs, requires_grad=True)
+        pulled = torch.autograd.grad(outputs, s.params, zero, create_graph=True)
+        (tangent,) = torch.autograd.grad(pulled, zero, s.pieces)
+        (curved,) = torch.autograd.grad(slopes, outputs, tangent, retain_graph=True)
+        return torch.autograd.grad(outputs, s.params, curved)
+
+    yield "Hessian torch", s.summed(s.double_backward)
+    yield "GGN torch", s.summed(ggn)
+
+
+LIBRARIES = {
+    "torch": torch_jobs,
+    "ritz": ritz_jobs,
+    "curvlinops": curvlinops_jobs,
+    "hessian-eigenthings": eigenthings_jobs,
+    "PyHessian": pyhessian_jobs,
+    "BackPACK": backpack_jobs,
+}
+
+
+def flat(product):
+    parts = product if isinstance(product, list | tuple) else [product]
+    return torch.cat([part.detach().reshape(-1) for part in parts])
+
+
+def timed(s, job):
+    begin = clock(s)()
+    result = job()
+    if s.device != "cpu":
+        torch.cuda.synchronize()
+    return clock(s)() - begin, result
+
+
+def clock(s):
+    # Processor time leaves out what other programs take on a shared CPU.
+    return time.process_time if s.device == "cpu" else time.perf_counter
+
+
+def resident(field):
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    return float("nan")
+
+
+def peak(s, job):
+    """Return the peak MiB while a job runs. On the CPU it is that of the process."""
+    gc.collect()
+    if s.device != "cpu":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        job()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS")
+    job()
+    return resident("VmHWM") - before
+
+
+def starts(s, make):
+    """Yield label, seconds of the first product, the product and the job of new operators."""
+    jobs = iter(make(s))
+    while True:
+        begin = clock(s)()
+        pair = next(jobs, None)
+        making = clock(s)() - begin
+        if pair is None:
+            return
+        label, job = pair
+        seconds, product = timed(s, job)
+        yield label, making + seconds, product, job
+
+
+def measured(s, who, make):
+    """Return the first products, jobs and memory of a library, by label."""
+    first, jobs, products, memory = {}, {}, {}, float("nan")
+    try:
+        for _ in range(FIRST):
+            for label, seconds, product, job in starts(s, make):
+                first.setdefault(label, []).append(seconds)
+                jobs[label], products[label] = job, flat(product)
+
+        def build():
+            _, job = next(iter(make(s)))
+            job(), job()
+
+        memory = peak(s, build)
+    except Exception as error:
+        print(f"  {who} could not: {type(error).__name__}: {str(error).splitlines()[:1]}")
+    return first, jobs, products, memory
+
+
+def rows(name, args):
+    torch.manual_seed(0)
+    s = Setting(*MODELS[name](args.scale), args.device, None)
+    gradient = s.summed(s.gradient)
+    gradient()
+    base = peak(s, gradient)
+    plain = copy.copy(s)  # without torch.compile, through which torch has no second derivatives
+    plain.model = getattr(s.model, "_orig_mod", s.model)
+    with sdpa_kernel(SDPBackend.MATH):  # the other attention kernels have no second derivatives
+        truth = {label: flat(job()) for label, job in torch_jobs(plain)}
+        found = {who: measured(s, who, make) for who, make in LIBRARIES.items()}
+        jobs = {label: job for _, parts, _, _ in found.values() for label, job in parts.items()}
+        jobs = {"gradient": gradient} | jobs
+        jobs = {label: lambda job=job: timed(s, job) for label, job in jobs.items()}
+        seconds = interleaved(jobs, rounds=args.rounds, clock=clock(s))
+    below = median(seconds["gradient"])
+
+    def over(label, columns=1):
+        return ratio(seconds[label], seconds["gradient"]) / columns if label in seconds else ""
+
+    for who, (first, _, products, memory) in found.items():
+        row = {
+            "model": name,
+            "parameters": s.risk.space.size,
+            "gradient ms": 1e3 * below,
+            "who": who,
+        }
+        for kind, heads in (("Hessian", ("first", "next")), ("GGN", ("GGN first", "GGN"))):
+            label = f"{kind} {who}"
+            row[heads[0]] = median(first[label]) / below if label in first else ""
+            row[heads[1]] = over(label)
+        row["first s"] = median(first[f"Hessian {who}"]) if f"Hessian {who}" in first else ""
+        row["column"] = over(f"Hessian {who}, block", WIDTH)
+        row["MiB"], row["gradient MiB"] = memory, base
+        for kind, head in (("Hessian", "error"), ("GGN", "GGN error")):
+            here, there = products.get(f"{kind} {who}"), truth.get(f"{kind} torch")
+            known = here is not None and there is not None
+            row[head] = float((here - there).norm() / there.norm()) if known else ""
+        yield row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--scale", type=int, default=1, help="factor of all widths")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="models")
+    parser.add_argument("--add", action="store_true", help="keep the rows of other models")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    warm = Setting(torch.nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 0, 1]),
+                   args.device, None)  # fmt: skip
+    for make in LIBRARIES.values():
+        for _, job in make(warm):
+            job()
+    path = RESULTS / f"{args.name}.json"
+    before = json.loads(path.read_text())["results"] if args.add and path.exists() else []
+    found = [row for row in before if row["model"] not in args.models]
+    for name in args.models:
+        found += rows(name, args)
+        found.sort(key=lambda row: list(MODELS).index(row["model"]))
+        write(args.name, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+"""Names that other packages of ritz need and users do not."""
+
+from ritz.measures._preconditioned import divisors as divisors
+from ritz.measures._preconditioned import scaled_operator as scaled_operator

@@ -1,0 +1,137 @@
+"""Data, small networks and short trainings that several studies share.
+
+Trainings here are plain loops at a constant learning rate. Studies of the training loop itself call
+:func:`ritz.training.fit`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d, cross_entropy
+from torch.optim import SGD, Optimizer
+
+from ritz import data, measures, models
+from ritz.curvature import Risk
+from ritz.studies._protocol import column, seeded
+
+Samples = tuple[Tensor, Tensor]  # inputs and labels
+# Small networks for a CPU.
+NARROW: dict[str, dict[str, Any]] = {"mlp": {"hidden": (64,)}, "lenet": {"width": 2}}
+
+
+def load_pooled(config: Any, device: torch.device | str) -> tuple[Samples, Samples]:
+    """Return training and test samples, of images averaged over squares of ``config.pool``."""
+    images: Any = data.load(config.dataset, data_dir=config.data, device=device)
+    count = min(config.num_samples, len(images.train))
+    train = images.train.take(count, generator=seeded(config.seed))
+    (inputs, labels), (held, held_labels) = train.tensors(), images.test.tensors()
+    pooled = partial(avg_pool2d, kernel_size=config.pool)
+    return (pooled(inputs), labels), (pooled(held), held_labels)
+
+
+def initial_network(name: str, config: Any, train: Samples) -> nn.Module:
+    """Return a network by name, with initial weights that depend on the seed only."""
+    classes, shape = int(train[1].max()) + 1, tuple(train[0].shape[1:])
+    # Layers draw from the global generator, which the user may have seeded.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
+        model = models.create(name, input_shape=shape, num_classes=classes, **NARROW.get(name, {}))
+    return model.to(train[0].device)
+
+
+def trained_network(name: str, config: Any, train: Samples) -> nn.Module:
+    """Return a network after ``config.num_epochs`` of SGD with momentum, in batches of 64."""
+    model = initial_network(name, config, train)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    train_epochs(model, optimizer, train, 64, config.num_epochs, seeded(config.seed))
+    return model
+
+
+def train_epochs(
+    model: nn.Module,
+    optimizer: Optimizer,
+    train: Samples,
+    batch_size: int,
+    num_epochs: int,
+    generator: torch.Generator,
+) -> None:
+    """Train for some epochs of whole batches, at a constant learning rate."""
+    inputs, labels = train
+    model.train()
+    for _ in range(num_epochs):
+        order = torch.randperm(len(inputs), generator=generator).to(inputs.device)
+        # Only whole batches: all steps have gradients of the same noise, and a last batch of one
+        # sample would have no batch norm.
+        for rows in order.split(batch_size)[: len(inputs) // batch_size]:
+            optimizer.zero_grad()
+            cross_entropy(model(inputs[rows]), labels[rows]).backward()
+            optimizer.step()
+
+
+def with_wrong_labels(
+    labels: Tensor, share: float, classes: int, generator: torch.Generator
+) -> Tensor:
+    """Return labels of which a share is wrong, each of the other classes equally often."""
+    # Drawn without replacement: the share is exact for every seed.
+    wrong = torch.randperm(len(labels), generator=generator)[: round(share * len(labels))]
+    labels = labels.clone()
+    # A shift by 1 to C - 1 modulo C reaches every other class with the same probability.
+    labels[wrong] += torch.randint(1, classes, wrong.shape, generator=generator)
+    return labels % classes
+
+
+def largest_rates(
+    risk: Risk,
+    make: Callable[[Any, float], Optimizer],
+    config: Any,
+    starts: Tensor,
+    *,
+    limit: float = 2.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the largest learning rates of short trainings, and half their 95 % intervals.
+
+    Both have the shape ``(S,)``, with one entry for each of ``config.batch_sizes``.
+
+    Args:
+        risk: The loss at the weights from which the trainings start.
+        make: Returns the optimiser for parameters, or a model, and a learning rate.
+        config: The configuration, with batch sizes and the cost of the trainings.
+        starts: First learning rates that are tried, ``(S,)``.
+        limit: Multiple of the first loss above which a training fails.
+    """
+    limits = [
+        measures.trainable_rate(
+            risk,
+            make,
+            batch_size=size,
+            start=float(start),
+            num_steps=config.num_steps,
+            num_trials=config.num_trials,
+            limit=limit,
+            generator=seeded(config.seed),
+        )
+        for size, start in zip(config.batch_sizes, starts, strict=True)
+    ]
+    return column(map(float, limits)), column(float(one.error()) for one in limits)
+
+
+def exponent(sizes: Sequence[int], values: Tensor) -> float:
+    """Return the exponent of a power law through values ``(S,)`` over batch sizes, without NaN."""
+    # log y = b log x + c: the exponent b is the slope of the least-squares line.
+    x, y = torch.tensor(sizes, dtype=torch.float64).log(), values.log()
+    x, y = x[y.isfinite()], y[y.isfinite()]
+    if len(x) < 2:
+        return math.nan
+    # The slope is sum (x - mean) y / sum (x - mean)^2.
+    x = x - x.mean()
+    return float(x @ y / (x @ x))
+
+
+def exponents(sizes: Sequence[int], values: Tensor) -> Tensor:
+    """Return the exponents of values ``(..., S)`` over the first of the batch sizes, ``(...)``."""
+    rows = values[..., : len(sizes)].flatten(0, -2)
+    return column(exponent(sizes, one) for one in rows).view(values.shape[:-1])

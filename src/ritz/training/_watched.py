@@ -1,0 +1,362 @@
+"""A model at one time of its training, with all that several quantities of a monitor share."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ritz import optim
+from ritz._core.batches import split_labels
+from ritz._core.results import Estimate
+from ritz.curvature import CurvatureOperator, Risk
+from ritz.curvature._shared import CurvatureMatrix
+from ritz.operators import LinearOperator
+from ritz.optim import StepReader
+from ritz.optim._shared import Edge, attached_to, edge
+from ritz.spectra import DiscreteDensity, Eigenpairs, Spectrum, eigenpairs, lanczos, lanczos_block
+from ritz.spectra import trace as trace_of
+from ritz.training._gradient_pass import (
+    SampleGradients,
+    local_step,
+    sample_gradients,
+    sample_lines,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of what a monitor shares, and of what it costs."""
+
+    # Gradients that a matrix-vector product costs at most. Measured: 1.1 for a perceptron, 1.7 to
+    # 2.0 for convolutional networks, with benchmarks/monitors.py.
+    product: float = 2.0
+    # Gradients that a pass over the gradients of all samples costs, and a histogram.
+    samples: float = 3.0
+    histogram: float = 2.0
+    # Part of a random vector in the start of a warm run: without it a run that starts at an
+    # eigenvector would never see one that has overtaken it.
+    fresh: float = 0.1
+    # Steps of a first, cold run to the largest eigenvalue, and of one to several, over num_steps.
+    cold: int = 10
+
+
+TUNING = Tuning()
+
+
+class Settings(Protocol):
+    """What quantities need to know of a monitor; see :class:`CurvatureMonitor`."""
+
+    names: tuple[str, ...]
+    matrix: CurvatureMatrix
+    train_batch_size: int | None
+    rtol: float
+    max_products: int
+    num_steps: int
+    num_runs: int
+    num_probes: int
+    num_vectors: int
+    num_bins: int
+    epsilon: float
+    seed: int
+
+
+@final
+class Memory:
+    """What a monitor remembers from one measurement to the next.
+
+    Attributes:
+        vectors: Eigenvectors from which the next search starts, by name, ``(P,)`` each.
+        reader: Notes the weights before each step; ``None`` if nothing needs them.
+    """
+
+    def __init__(self) -> None:
+        self.vectors: dict[str, Tensor] = {}
+        self.reader: StepReader | None = None
+        self._initial: dict[Tensor, Tensor] = {}
+        self._invariant: tuple[str, ...] | None = None
+        self._checked = False
+
+    def note_initial(self, params: Iterable[Tensor]) -> None:
+        """Copy the weights as the initial ones."""
+        self._initial = {p: p.detach().clone() for p in params}
+
+    def initial_weights(self, risk: Risk) -> Tensor:
+        """Return the initial weights ``(P,)``; if none were noted, those of the first call."""
+        weights = dict(risk.model.named_parameters())
+        chosen = {name: weights[name] for name in risk.space.shapes}
+        if not self._initial:
+            self.note_initial(chosen.values())
+        # A parameter that the optimiser does not train has not moved.
+        start = {name: self._initial.get(p, p.detach()) for name, p in chosen.items()}
+        return risk.space.flatten(start).to(risk.theta)
+
+    def invariant_weights(self, risk: Risk) -> tuple[str, ...]:
+        """Return the names of the weights whose length does not matter, found once."""
+        if self._invariant is None:
+            _, context, _ = next(iter(risk.contexts()))
+            inputs, named, _ = split_labels(context.batch)
+            if named:
+                raise ValueError(
+                    "effective_rates needs batches (*inputs, target), got a dictionary: leave it "
+                    "out of the quantities"
+                )
+            self._invariant = optim.scale_invariant_weights(risk.model, *inputs)
+        return self._invariant
+
+    def check_samples(self, risk: Risk) -> None:
+        """Raise unless the loss is a mean over samples that can be separated; checked once."""
+        if not self._checked:
+            risk.require_separable("a quantity of single samples")
+            risk.require_sample_mean(alone=True)
+            self._checked = True
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors to save, by their order in the optimiser where they belong to it."""
+        state = {"vectors": dict(self.vectors), "initial": _numbered(self._initial)}
+        return state | ({"before": _numbered(self.reader.before)} if self.reader else {})
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Continue from the tensors of :meth:`state_dict`, of the same model and optimiser."""
+        self.vectors = dict(state.get("vectors", {}))
+        _restore(self._initial, state.get("initial", {}))
+        if self.reader is not None:
+            self.reader.note()
+            _restore(self.reader.before, state.get("before", {}))
+
+
+def _numbered(tensors: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+    return {str(number): value for number, value in enumerate(tensors.values())}
+
+
+def _restore(tensors: dict[Tensor, Tensor], saved: Mapping[str, Tensor]) -> None:
+    if not saved:
+        tensors.clear()
+    for (p, _), value in zip(list(tensors.items()), saved.values(), strict=False):
+        tensors[p] = value.to(p)
+
+
+@final
+class Watched:
+    """A model at one time, and what has been measured of it so far.
+
+    Everything shared by several quantities is computed when the first of them needs it.
+
+    Args:
+        settings: The monitor.
+        memory: What is left of earlier measurements.
+        risk: The loss on the watched samples, at the present weights.
+        op: Its curvature.
+        optimizer: The optimiser that trains the model, or ``None``.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        memory: Memory,
+        risk: Risk,
+        op: CurvatureOperator,
+        optimizer: Optimizer | None,
+    ) -> None:
+        self.settings, self.memory = settings, memory
+        self.risk, self.op, self.optimizer = risk, op, optimizer
+
+    def generator(self) -> torch.Generator:
+        """Return a new generator with the seed of the monitor, for every quantity the same."""
+        return torch.Generator().manual_seed(self.settings.seed)
+
+    # Gradients
+
+    @cached_property
+    def _loss_and_gradient(self) -> tuple[float, Tensor]:
+        risk, total = self.risk, torch.zeros_like(self.risk.theta)
+        loss = torch.zeros((), dtype=torch.float64, device=total.device)
+        with risk.settings():
+            for _, context, weight in risk.contexts():
+                gradient, value = risk.batch_gradient(context)
+                total.add_(gradient, alpha=weight)
+                loss += weight * value.double()
+        penalty = 0.5 * risk.l2 * float(risk.theta.double().square().sum())
+        return float(loss) + penalty, total.add_(risk.theta, alpha=risk.l2)
+
+    @property
+    def loss(self) -> float:
+        """The loss on the watched samples."""
+        return self._loss_and_gradient[0]
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient on the watched samples, ``(P,)``."""
+        return self._loss_and_gradient[1]
+
+    @cached_property
+    def samples(self) -> SampleGradients:
+        """Sums over the gradients of single samples, from one pass."""
+        self.memory.check_samples(self.risk)
+        sizes = {"gradient_histogram": 1, "gradient_weight_histogram": 2}
+        return sample_gradients(
+            self.risk,
+            self.gradient,
+            num_bins=self.settings.num_bins,
+            histograms=[size for name, size in sizes.items() if name in self.settings.names],
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size of training, if the monitor knows it; otherwise the watched samples."""
+        return self.settings.train_batch_size or self.samples.count
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the first group of parameters, 0 without an optimiser."""
+        group: dict[str, Any] = {} if self.optimizer is None else self.optimizer.param_groups[0]
+        # The rate of SpectralSGD is measured, and lr is a factor on it.
+        return float(group.get("lr", 0.0)) * (group.get("rate") or 1.0)
+
+    # Eigenvalues
+
+    def _warm(self, name: str, op: LinearOperator, **end: Any) -> Eigenpairs:
+        """Return an extreme pair, from the vector of the previous measurement if there is one."""
+        settings, memory = self.settings, self.memory.vectors
+        limits: dict[str, Any] = {"max_steps": TUNING.cold * settings.num_steps}
+        start, generator = memory.get(name), self.generator()
+        if start is not None and len(start) == op.shape[0]:
+            noise = torch.randn(len(start), generator=generator).to(start)
+            start = start.to(op.device) + (TUNING.fresh / noise.norm()).to(start) * noise
+            limits = {"max_steps": settings.max_products, "start": start, "certify": "none"}
+        run = eigenpairs(op, rtol=settings.rtol, generator=generator, **end, **limits)
+        if run.vectors is not None:
+            memory[name] = run.vectors[:, 0].clone()
+        return run
+
+    @cached_property
+    def largest(self) -> Eigenpairs:
+        """The pair of the largest eigenvalue."""
+        return self._warm("largest", self.op, largest=1)
+
+    @cached_property
+    def smallest(self) -> Eigenpairs:
+        """The pair of the smallest eigenvalue."""
+        return self._warm("smallest", self.op, smallest=1)
+
+    @cached_property
+    def edge(self) -> Edge | None:
+        """The edge of stability of the optimiser, if there is one."""
+        if self.optimizer is None or not self.learning_rate:
+            return None
+        return edge(self.optimizer, self.risk)
+
+    @cached_property
+    def preconditioned(self) -> Eigenpairs | None:
+        """The largest eigenvalue of the matrix as an adaptive optimiser scales it."""
+        if self.edge is None:
+            return None
+        return self._warm("preconditioned", self.edge.operator(self.op), largest=1)
+
+    @cached_property
+    def leading(self) -> Eigenpairs:
+        """The pairs of several largest eigenvalues."""
+        count = min(self.settings.num_vectors, self.op.shape[0])
+        steps = max(TUNING.cold * self.settings.num_steps, count)
+        limits: dict[str, Any] = {"rtol": self.settings.rtol, "max_steps": steps}
+        return eigenpairs(self.op, largest=count, generator=self.generator(), **limits)
+
+    # Spectra
+
+    @property
+    def num_steps(self) -> int:
+        """Lanczos steps of a spectrum: a Krylov space is never larger than the matrix."""
+        return min(self.settings.num_steps, self.op.shape[0])
+
+    @cached_property
+    def runs(self) -> tuple[Spectrum, ...]:
+        """Spectra of several start vectors."""
+        runs, steps = self.settings.num_runs, self.num_steps
+        if runs == 1:
+            return (lanczos(self.op, num_steps=steps, generator=self.generator()),)
+        return lanczos_block(self.op, num_steps=steps, num_probes=runs, generator=self.generator())
+
+    @cached_property
+    def density(self) -> DiscreteDensity:
+        """The density of the spectra."""
+        first, longest = self.runs[0], max(len(run.values) for run in self.runs)
+
+        def padded(name: str) -> Tensor:
+            # A run that found an invariant space is shorter; its last value repeats, weightless.
+            rows = []
+            for run in self.runs:
+                row = getattr(run, name)
+                rest = row[-1:] if name == "values" else torch.zeros_like(row[-1:])
+                rows.append(torch.cat([row, rest.expand(longest - len(row))]))
+            return torch.stack(rows)
+
+        return DiscreteDensity(
+            nodes=padded("values"),
+            weights=padded("weights"),
+            roundoff=first.roundoff,
+            dimension=first.dimension,
+            num_products=sum(run.num_products for run in self.runs),
+            seed=self.settings.seed,
+            matrix=first.matrix,
+            batch_norm=first.batch_norm,
+        )
+
+    def of_runs(self, function: Callable[[Spectrum], float], method: str) -> Estimate:
+        """Return the mean of a function over the spectra, with its standard error."""
+        samples = torch.tensor([function(run) for run in self.runs], dtype=torch.float64)
+        return Estimate.of(samples, method=method, num_products=0)
+
+    @cached_property
+    def trace(self) -> Estimate:
+        """The trace."""
+        return trace_of(self.op, num_probes=self.settings.num_probes, generator=self.generator())
+
+    # Weights and steps
+
+    @cached_property
+    def before(self) -> Tensor | None:
+        """The weights before the last step, ``(P,)``, if it is known."""
+        reader = self.memory.reader
+        return None if reader is None else reader.weights_before(self.risk)
+
+    @property
+    def initial(self) -> Tensor:
+        """The weights at the beginning of training, ``(P,)``."""
+        return self.memory.initial_weights(self.risk)
+
+    @cached_property
+    def average(self) -> dict[str, Tensor] | None:
+        """The average of the weights by name, once it has begun."""
+        average = None if self.optimizer is None else attached_to(self.optimizer)
+        return average.weights(self.risk.model) if average is not None and average.count else None
+
+    @cached_property
+    def local_step(self) -> float | None:
+        """Where the last step landed on the parabola along it; see :func:`local_step`."""
+        if self.before is None:
+            return None
+        direction = self.risk.theta - self.before
+        if not bool(direction.any()):
+            return -1.0
+        ends = [sample_lines(risk, direction) for risk in (self.risk.at(self.before), self.risk)]
+        if None in ends:
+            return self._plain_local_step(direction)
+        (losses, slopes), (losses_after, slopes_after) = ends  # type: ignore[misc]
+        means = [each.mean() for each in (losses, losses_after, slopes, slopes_after)]
+        if len(losses) < 2:
+            variances = [1.0] * 4
+        else:
+            variances = [float(x.var()) for x in (losses, losses_after, slopes, slopes_after)]
+        return local_step((means[0], means[1]), (means[2], means[3]), variances)
+
+    def _plain_local_step(self, direction: Tensor) -> float:
+        """Return the same with equal weights, where the losses of single samples are not known."""
+        start = self.risk.at(self.risk.theta - direction)
+        before = Watched(self.settings, self.memory, start, self.op, None)
+        ends = (before, self)
+        losses = [torch.tensor(end.loss, dtype=torch.float64) for end in ends]
+        slopes = [(end.gradient.double() @ direction.double()).cpu() for end in ends]
+        return local_step((losses[0], losses[1]), (slopes[0], slopes[1]), [1.0] * 4)
