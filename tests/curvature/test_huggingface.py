@@ -125,6 +125,8 @@ def test_batches_are_weighted_by_the_labels_that_are_not_ignored():
     assert abs(risk.loss() - mean) < 1e-6
     assert risk.num_samples == sum(counts)
     assert "labels" in repr(risk)
+    text = str(ritz.sharpness(risk, num_steps=2, num_probes=2, matrix="ggn"))
+    assert f"{sum(counts)} labels that are not ignored in batches" in text
 
 
 def test_a_loss_that_is_not_recognised_is_used_as_it_is():

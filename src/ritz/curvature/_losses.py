@@ -552,6 +552,11 @@ class Adapter(nn.Module):
             outputs = _field(outputs, "logits")
         return outputs, target
 
+    @property
+    def by_label(self) -> bool:
+        """Whether batches are weighted by their labels that are not ignored."""
+        return self.own is not None and self.own.tokens
+
     def target(self, batch: Any) -> Any:
         """Return the target of a batch if it is known without a call of the model, or ``None``."""
         if self.custom is not None or self.loss_fn.call is None:

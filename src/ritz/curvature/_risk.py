@@ -492,10 +492,9 @@ class Risk:
                 check_finite(f"the gradient of batch {index}, at a loss of {loss:.6g},", gradient)
 
     def __repr__(self) -> str:
-        by_label = self.adapter.own is not None and self.adapter.own.tokens
         parts = [
             f"{type(self.model).__name__}, {self.space.size:,} parameters",
-            f"{self.num_samples:,} " + ("labels" if by_label else "samples"),
+            f"{self.num_samples:,} " + ("labels" if self.adapter.by_label else "samples"),
             f"batch norm {self.batch_norm}" if batch_norms(self.model) else "",
             f"l2 {self.l2:g}" if self.l2 else "",
             "dropout fixed" if self.dropout == "fixed" else "",
