@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 # Arguments of the small forms. Scripts that are not here print how they are used; drawing.py is
 # left out, as it draws the pictures of the documentation.
 SMALL = {
-    "advice": "--seeds 1 --samples 20 --size 8 --repeats 1 --out {out}/advice.json",
+    "advice": "--seeds 1 --samples 70 --size 8 --repeats 1 --out {out}/advice.json",
     "blocks": "--rounds 1 --n 20000",
     "determinants": "--size 200 --seeds 1 --lengthscales .25 --rows 10000 --rounds 1",
     "edge_lists": "--edges 100000",
