@@ -31,7 +31,7 @@ SMALL = {
     "maxent": "--rounds 1 --rounds-many 1 --count 10",
     "models": "--models GRU --rounds 1",
     "multiplicity": "--scale 1 --rounds 1",
-    "noise": "--networks mlp --batch 256 --rounds 1",
+    "noise": "--networks mlp --batch 256 --rounds 2",
     "optimizers": "--steps 2 --rounds 1",
     "partial": "--n 2000 --rounds 1",
     "products": "--networks mlp --rounds 1",
