@@ -247,6 +247,7 @@ def _feeds(
     data: Any, validation: Any, test: Any, config: TrainingConfig, device: torch.device
 ) -> tuple[Feed, dict[str, Feed]]:
     known = data if isinstance(data, DataParts) else as_parts(data)
+    # Parts that are passed by name replace those of the data.
     usual, parts = known.augmentation, {"validation": validation, "test": test}
     for name, part in parts.items():
         parts[name] = getattr(known, name) if part is None else as_part(part, name)
@@ -255,6 +256,7 @@ def _feeds(
         batch_size=config.batch_size,
         device=device,
         shuffled=True,
+        # True is the usual augmentation of these data, False is none.
         augment=usual if config.augment is True else config.augment or None,
         drop_last=config.drop_last,
         sizes=config.batch_sizes,
@@ -301,6 +303,7 @@ def joined_processes(device: str | torch.device | None) -> Iterator[str | torch.
 def arranged(config: TrainingConfig, device: torch.device) -> Iterator[None]:
     """Set precision, determinism and seeds of torch for the block, and restore them."""
     with ExitStack() as stack:
+        # Half precisions leave some operations in float32. In tf32 these have no fewer digits.
         stack.enter_context(arithmetic("float32" if config.precision == "float32" else "tf32"))
         if config.deterministic:
             workspace = "CUBLAS_WORKSPACE_CONFIG"
@@ -319,6 +322,7 @@ def arranged(config: TrainingConfig, device: torch.device) -> Iterator[None]:
         # Processes draw different dropout masks for their different rows.
         torch.default_generator.manual_seed(config.seed + rank())
         if cuda:
+            # manual_seed of torch.cuda seeds the current device only.
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(config.seed + rank())
         yield
@@ -378,6 +382,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
+            # A run.json may have been edited: a wrong type is reported before it is used.
             kind = {"model_options": Mapping, "data_options": Mapping, "training": TrainingConfig}
             value, expected = getattr(self, entry.name), kind.get(entry.name, str)
             if not isinstance(value, expected) and (entry.name, value) != ("data_dir", None):
@@ -434,6 +439,7 @@ def train_run(
     target = Path(folder)
     started = any((target / name).exists() for name in (NAME, WEIGHTS))
     if config.training.resume and started and (target / CONFIG).is_file():
+        # As JSON on both sides: there tuples are lists, and paths are text.
         before, now = (json.loads(to_json(each)) for each in (read_run(target), config))
         # `fit` compares the options of training. The folder of the data may have moved.
         fixed = {name: now[name] for name in now if name not in ("training", "data_dir")}
@@ -536,6 +542,7 @@ def advised_settings(
     name, of_run, rate = update_settings(made, training.optimizer)
     if optimizer not in (None, name):
         return {"optimizer": optimizer, "momentum": momentum}
+    # A learning rate is good evidence only with the batch size that it was used with.
     known = (training.batch_size, rate) if training.batch_size and rate > 0 else None
     return {
         "optimizer": name,
