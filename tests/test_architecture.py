@@ -54,7 +54,7 @@ SHARED = {
 LONGEST_CHAIN = 6
 LONGEST_FILE = 700
 LONGEST_BODY = 60
-FEWEST_COMMENTS = 7  # per 100 lines of code; 8 is the aim
+FEWEST_COMMENTS = 8  # per 100 lines of code
 
 
 def module_name(path):

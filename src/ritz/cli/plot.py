@@ -49,6 +49,7 @@ def command(options: Options) -> None:
     # A folder stands for its log.
     logs = [path for path in paths if path.suffix == ".jsonl"]
     beside = "curves" if what == "auto" else what
+    # A picture of a log is named after what is drawn, one of a result after its file.
     usual = paths[0].with_name(f"{beside if logs else paths[0].stem}.png")
     target = check_picture(options.out or usual)
     if logs and len(logs) < len(paths):
