@@ -51,6 +51,7 @@ def command(options: Options) -> None:
     logs = [path for path in paths if path.suffix == ".jsonl"]
     # A run that was watched has two pictures.
     parts = _parts(logs, what)
+    # A picture of a log is named after what is drawn, one of a result after its file.
     beside = parts[0]
     usual = paths[0].with_name(f"{beside if logs else paths[0].stem}.png")
     target = check_picture(options.out or usual)

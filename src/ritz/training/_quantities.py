@@ -185,6 +185,7 @@ def _(watched: Watched) -> Record:
 @register_quantity("trace", "trace, and the mean eigenvalue", parts=["trace"])
 def _(watched: Watched) -> Record:
     record = _estimated("trace", watched.trace)
+    # The sum of the P eigenvalues is the trace.
     return record | {"mean_eigenvalue": record["trace"] / watched.risk.space.size}
 
 
@@ -197,6 +198,7 @@ def _(watched: Watched) -> Record:
     probes = watched.settings.num_probes
     estimate = frobenius_norm(watched.op, num_probes=probes, generator=watched.generator())
     record = _estimated("frobenius_norm", estimate)
+    # The sum of the squared eigenvalues is |H|_F^2.
     return record | {"mean_square_eigenvalue": float(estimate) ** 2 / watched.risk.space.size}
 
 
@@ -215,6 +217,8 @@ def _(watched: Watched) -> Record:
 
 @register_quantity("negative_mass", "fraction of negative eigenvalues", parts=["spectra"])
 def _(watched: Watched) -> Record:
+    # The weights of a run sum to one. Those below zero estimate the fraction of negative
+    # eigenvalues.
     mass = watched.of_runs(
         lambda run: float(run.weights[negative_values(run)[0]].sum()), "mass below zero"
     )
@@ -289,6 +293,7 @@ def _(watched: Watched) -> Record:
         return {}
     value = float(run.values[-1])
     return {
+        # Of S (H + Gamma) S, whose threshold does not depend on the learning rates.
         "preconditioned_lambda_max": value,
         "preconditioned_residual": float(run.residuals[-1]),
         "preconditioned_threshold": edge.limit,
@@ -341,6 +346,7 @@ def _(watched: Watched) -> Record:
 )
 def _(watched: Watched) -> Record:
     samples, space = watched.samples, watched.risk.space
+    # Their sums over the layers are tr Sigma and |g|^2.
     vectors = {"gradient_variance": samples.variance, "gradient_square": samples.gradient.square()}
     return {
         f"{name}.{layer}": float(values.sum())
@@ -357,6 +363,7 @@ def _(watched: Watched) -> Record:
 @register_quantity("signal_to_noise", "|g|^2 / (tr Sigma / B) of a batch of training", **SAMPLES)
 def _(watched: Watched) -> Record:
     samples = watched.samples
+    # The gradient of B independent samples has the covariance Sigma / B.
     noise = samples.total_variance / watched.batch_size
     return {"signal_to_noise": _ratio(samples.square, noise)}
 
@@ -372,6 +379,7 @@ def _(watched: Watched) -> Record:
 def _(watched: Watched) -> Record:
     samples = watched.samples
     noise = samples.unbiased(samples.total_variance) / watched.batch_size
+    # The smallest theta with E |g_B - g|^2 <= theta^2 |g|^2.
     return {"norm_test": _root(_ratio(noise, samples.square))}
 
 
@@ -382,6 +390,7 @@ def _(watched: Watched) -> Record:
 )
 def _(watched: Watched) -> Record:
     samples = watched.samples
+    # The mean of g_i'g is |g|^2, so these are its squared deviations.
     gaps = (samples.products - samples.square).square()
     noise = samples.unbiased(samples.weights @ gaps) / watched.batch_size
     return {"inner_product_test": _root(_ratio(noise, samples.square**2))}
@@ -402,6 +411,7 @@ def _(watched: Watched) -> Record:
 def _(watched: Watched) -> Record:
     rate = watched.learning_rate
     # Without a learning rate there is no batch size that goes with it.
+    # B = alpha tr Sigma / L.
     value = _ratio(rate * watched.samples.total_variance, watched.loss)
     return {"cabs": value} if rate else {}
 
@@ -421,6 +431,7 @@ def _(watched: Watched) -> Record:
     parts=["gradient", "samples", "trace"],
 )
 def _(watched: Watched) -> Record:
+    # tr C = E |g_i|^2.
     moment = float(watched.samples.weights @ watched.samples.squares)
     return {"tic_trace": _ratio(moment, float(watched.trace) + watched.settings.epsilon)}
 
@@ -434,6 +445,7 @@ def _(watched: Watched) -> Record:
 )
 def _(watched: Watched) -> Record:
     samples, known = watched.samples, diagonal(watched.op, method="exact").mean.double()
+    # C_pp = Var g_p + g_p^2.
     moment = samples.variance + samples.gradient.square()
     below = known + watched.settings.epsilon
     # Parameters without gradient and curvature, such as those of dead units, add nothing.

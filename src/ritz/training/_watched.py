@@ -176,6 +176,7 @@ class Watched:
 
     @cached_property
     def _loss_and_gradient(self) -> tuple[float, Tensor]:
+        # F(w) = sum_b c_b L_b(w) + mu/2 |w|^2, with the gradient sum_b c_b grad L_b + mu w.
         risk, total = self.risk, torch.zeros_like(self.risk.theta)
         loss = torch.zeros((), dtype=torch.float64, device=total.device)
         with risk.settings():
@@ -228,6 +229,7 @@ class Watched:
         limits: dict[str, Any] = {"max_steps": TUNING.cold * settings.num_steps}
         start, generator = memory.get(name), self.generator()
         if start is not None and len(start) == op.shape[0]:
+            # The vector has length one, so the random part is `fresh` times as long.
             noise = torch.randn(len(start), generator=generator).to(start)
             start = start.to(op.device) + (TUNING.fresh / noise.norm()).to(start) * noise
             limits = {"max_steps": settings.max_products, "start": start, "certify": "none"}
@@ -258,6 +260,7 @@ class Watched:
         """The largest eigenvalue of the matrix as an adaptive optimiser scales it."""
         if self.edge is None:
             return None
+        # S (H + Gamma) S, for which one threshold holds although learning rates differ.
         return self._warm("preconditioned", self.edge.operator(self.op), largest=1)
 
     @cached_property
@@ -342,6 +345,7 @@ class Watched:
         """Where the last step landed on the parabola along it; see :func:`local_step`."""
         if self.before is None:
             return None
+        # The whole step, so that the parabola has its ends at t = 0 and t = 1.
         direction = self.risk.theta - self.before
         if not bool(direction.any()):
             return -1.0
@@ -351,6 +355,7 @@ class Watched:
         (losses, slopes), (losses_after, slopes_after) = ends  # type: ignore[misc]
         means = [each.mean() for each in (losses, losses_after, slopes, slopes_after)]
         if len(losses) < 2:
+            # One sample has no variance, so all four values count the same.
             variances = [1.0] * 4
         else:
             variances = [float(x.var()) for x in (losses, losses_after, slopes, slopes_after)]
