@@ -54,9 +54,9 @@ SHARED = {
 LONGEST_CHAIN = 6
 LONGEST_FILE = 700
 LONGEST_BODY = 60
-FEWEST_COMMENTS = 6  # per 100 lines of code; 8 is the aim
-# The epoch loop with its saved state; the signature and the table of published settings.
-LONG = {"ritz.training._run", "ritz.training._fit.fit", "ritz.optim._presets._register_adaptive"}
+FEWEST_COMMENTS = 7  # per 100 lines of code; 8 is the aim
+# The signature with the documented options, and the table of published settings.
+LONG = {"ritz.training._fit.fit", "ritz.optim._presets._register_adaptive"}
 
 
 def module_name(path):
@@ -305,4 +305,4 @@ def test_the_number_of_public_names_is_limited():
         for public in exported(name)
     }
     assert len(top) <= 45
-    assert len(everywhere) <= 270
+    assert len(everywhere) <= 275

@@ -83,7 +83,7 @@ def test_values_are_numbers_words_and_lists():
         (["--grid", "lr=0.1,0.10"], "--grid must have each value of lr once, got 0.1 twice"),
         (["--grid", "lr=0.1", "--grid", "lr=0.2"], "--grid lr must be given once, got it twice"),
         (["--grid", "lrr=0.1"], "got 'lrr'; did you mean lr?"),
-        (["--grid", "lr=-1"], "--lr must be finite and above 0, got -1"),
+        (["--grid", "lr=-1"], "ritz: lr must be finite and above 0, got -1"),
         (["--grid", "batch-size=0"], "--batch-size must be at least 1, got 0"),
         (["--grid", "batch-size=x"], "--batch-size must be an integer, got 'x'"),
         (["--grid", "seed=1,2"], "--grid must not have seed: pass --seeds 0,1,2"),

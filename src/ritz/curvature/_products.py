@@ -140,6 +140,10 @@ class Products:
         self._chunk: int | None = None  # samples of a batch at once
 
     @property
+    def _traces(self) -> dict[Any, list[Linearization]]:
+        return self._choice.traces
+
+    @property
     def plan(self) -> str:
         """How products are computed and why. Known after the first product."""
         cut = "" if self._chunk is None else f", {self._chunk} samples at a time to fit memory"
@@ -229,7 +233,7 @@ class Products:
         if choice.engine == "eager" and choice.plan.startswith(PLAIN):
             self.block_size = 1  # vmap does not enter autograd
         found = self._trace(choice.column, context) if primal is None else (
-            choice.traces[_shape(context)][-1], primal)  # fmt: skip
+            self._traces[_shape(context)][-1], primal)  # fmt: skip
         if found is None:
             return partial(self._eager, choice.column, context)
         trace, primal = found
@@ -337,14 +341,14 @@ class Products:
             raise ArithmeticError(f"the traced product differs by {gap / size:.1g}")
         if problem := _asymmetry(u, Au, v, Av):
             raise ArithmeticError(problem)
-        self._choice.traces[_shape(context)] = [trace]
+        self._traces[_shape(context)] = [trace]
         return primal
 
     def _trace(self, column: Column, context: Context) -> tuple[Linearization, list[Tensor]] | None:
         """Return a trace that holds for a batch and its primal part, or ``None`` if it is eager."""
         if self._choice.engine == "eager":
             return None
-        point, traces = (self.risk.params, context), self._choice.traces
+        point, traces = (self.risk.params, context), self._traces
         known = traces.get(key := _shape(context))
         for trace in known or ():
             with suppress(GuardError):
@@ -380,7 +384,7 @@ class Products:
             if at_once == 1 or self.risk.sample_gap(alone=True):
                 raise error
             self._chunk = -(-at_once // 2)
-            self._choice.traces.clear()
+            self._traces.clear()
         torch.cuda.empty_cache()
 
 

@@ -670,10 +670,10 @@ def _draw_variances(axis: Any, result: Result) -> None:
 
 def _draw_training(axis: Any, result: Result) -> None:
     for j, method in enumerate(result.config.methods):
-        steps, losses = result.steps[0, j].numpy(), result.losses[0, j].numpy()
-        axis.plot(steps, losses, color=COLOURS[j % 4], label=method)
+        axis.plot(result.steps[0, j], result.losses[0, j], color=COLOURS[j % 4], label=method)
     title = f"{result.config.tasks[0]}: loss per update (Fig. 3)"
-    style.finish(axis, "step", "training loss", title, xscale="log", yscale="log")
+    style.finish(axis, "step", "training loss", title, xscale="log")
+    style.log_scale(axis)
 
 
 def _draw_norms(axis: Any, result: Result) -> None:

@@ -67,7 +67,7 @@ class Quantity:
 
 
 QUANTITIES: Registry[Quantity] = Registry("quantity")
-# What is watched unless something is named: at most 17 gradients of the watched samples.
+# What is watched unless something is named: at most 38 gradients of the watched samples.
 USUAL = ("lambda_max", "weight_norms", "gradient_norm", "gradient_variance", "noise_scale")
 
 
@@ -130,6 +130,22 @@ def total_cost(quantities: Iterable[str], settings: Settings) -> float:
     chosen = [QUANTITIES[name] for name in quantities]
     parts = {part for quantity in chosen for part in quantity.parts}
     return sum(each.own(settings) for each in chosen) + sum(PARTS[p](settings) for p in parts)
+
+
+def quantity_table(settings: Settings) -> str:
+    """Return the table of the quantities of this package for ``docs/monitors.md``.
+
+    Args:
+        settings: The monitor whose costs are stated.
+    """
+    lines = ["| quantity | what it is | shares | cost |", "| --- | --- | --- | --- |"]
+    for group in ("curvature", "stability", "gradients", "weights", "steps"):
+        for each in (QUANTITIES[name] for name in QUANTITIES):
+            if each.group == group and each.measure.__module__ == __name__:
+                text, shares = each.text.replace("|", "\\|"), ", ".join(each.parts) or "-"
+                cost = f"{each.cost(settings):g}"
+                lines.append(f"| `{each.name}` | {text} | {shares} | {cost} |")
+    return "\n".join(lines)
 
 
 def _estimated(name: str, estimate: Estimate) -> Record:
@@ -223,7 +239,7 @@ def _(watched: Watched) -> Record:
     "variance",
     "P sigma^2, the variance of the matrices of single samples",
     separable=True,
-    cost=lambda settings: TUNING.product * settings.num_probes,
+    cost=lambda settings: TUNING.grouped * settings.num_probes + TUNING.traced,
 )
 def _(watched: Watched) -> Record:
     settings = watched.settings
@@ -240,7 +256,7 @@ def _(watched: Watched) -> Record:
     "fisher",
     "Frobenius norms of the empirical Fisher matrix and of its diagonal",
     separable=True,
-    cost=lambda settings: TUNING.product * settings.num_probes + TUNING.samples,
+    cost=lambda settings: TUNING.product * settings.num_probes + TUNING.traced + 5,
 )
 def _(watched: Watched) -> Record:
     op = fisher(watched.risk, kind="empirical")
@@ -414,7 +430,7 @@ def _(watched: Watched) -> Record:
     "sum of C_pp / H_pp, for a diagonal that is known exactly",
     group="gradients",
     parts=["gradient", "samples"],
-    cost=TUNING.samples,
+    cost=5,
 )
 def _(watched: Watched) -> Record:
     samples, known = watched.samples, diagonal(watched.op, method="exact").mean.double()

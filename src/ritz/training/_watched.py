@@ -31,12 +31,16 @@ from ritz.training._gradient_pass import (
 class Tuning:
     """Constants of what a monitor shares, and of what it costs."""
 
-    # Gradients that a matrix-vector product costs at most. Measured: 1.1 for a perceptron, 1.7 to
-    # 2.0 for convolutional networks, with benchmarks/monitors.py.
+    # Costs in gradients of the watched samples, rounded up, of 1,024 samples of a perceptron on
+    # one core (benchmarks/monitors.py): the dearest case, since its gradient is one dense product,
+    # and all else waits for memory. A product took 1.0, a pass over the gradients of samples 21, a
+    # histogram 45 to 50.
     product: float = 2.0
-    # Gradients that a pass over the gradients of all samples costs, and a histogram.
-    samples: float = 3.0
-    histogram: float = 2.0
+    samples: float = 25.0
+    histogram: float = 50.0
+    # A product with 128 groups of samples took 10, and tracing the products of another matrix 35.
+    grouped: float = 12.0
+    traced: float = 40.0
     # Part of a random vector in the start of a warm run: without it a run that starts at an
     # eigenvector would never see one that has overtaken it.
     fresh: float = 0.1
