@@ -69,6 +69,7 @@ def split_samples(
     The function makes a batch of one sample, for use inside ``vmap`` over the tensors.
     """
     leaves, spec = tree_flatten(batch)
+    # The rest, such as a mask that all samples share, stays as it is in every batch of one.
     places = [place for place, leaf in enumerate(leaves) if is_rows(leaf, size)]
 
     def rebuild(sample: Sequence[Tensor]) -> Batch:
@@ -140,6 +141,7 @@ def split_labels(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         return (), inputs, batch.get("labels")
     if not isinstance(batch, tuple | list):
         return (batch,), {}, None
+    # A tuple of one tensor is an input without labels.
     return (tuple(batch[:-1]), {}, batch[-1]) if len(batch) > 1 else (tuple(batch), {}, None)
 
 

@@ -49,6 +49,7 @@ def is_below(error: "float | Tensor", bound: "float | Tensor") -> bool:
 
 def check_count(name: str, value: int, *, low: int = 1, high: int | None = None) -> None:
     """Raise unless ``value`` is an integer in ``[low, high]``."""
+    # For Python True is an int, but as a count it is a mistake.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     check_range(name, value, low=low, high=high)
@@ -115,6 +116,7 @@ def check_device(device: "str | torch.device") -> "torch.device":
     if place.type != "cuda":
         return place
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # torch itself fails only when the first tensor is created, perhaps after minutes of reading.
     if (place.index or 0) >= count:
         raise ValueError(
             f"device must be one of this machine, got {str(device)!r}: torch finds "

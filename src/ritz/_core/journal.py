@@ -106,6 +106,7 @@ class Journal:
         """Return whether it is time to save; all processes get the same answer."""
         if self.path is None:
             return False
+        # Clocks differ, so the processes agree: all save as soon as one of them is late.
         late = time.monotonic() - self._saved_at >= self._interval
         return bool(self._agree(all_max, int(late)))
 
@@ -125,6 +126,7 @@ class Journal:
         if self.path is None:
             return
         before = self._parts
+        # Rows that have changed: no file of the old generation may serve the new state.
         if generation != self._generation:
             self._generation, self._parts = generation, []
         # The name of a file of vectors ends with its first row and the end of its rows.
@@ -193,6 +195,7 @@ class Journal:
         numbers.
         """
         kind = torch.finfo(dtype)
+        # Half of the digits: another number of threads changes the order of sums.
         now, then = (torch.tensor(list(each), dtype=torch.float64) for each in (values, saved))
         if not torch.allclose(now, then, rtol=kind.eps**0.5, atol=kind.tiny, equal_nan=True):
             raise ValueError(

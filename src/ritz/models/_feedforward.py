@@ -41,6 +41,7 @@ def mlp(
         hidden: Widths of the hidden layers, or the width of one hidden layer.
         activation: ``relu``, ``tanh``, ``gelu``, ``silu`` or ``sigmoid``.
     """
+    # `features` is the number of inputs of the next layer.
     make, features = ACTIVATIONS[activation], math.prod(input_shape)
     layers: list[nn.Module] = [nn.Flatten()]
     for width in (hidden,) if isinstance(hidden, int) else hidden:
@@ -77,6 +78,7 @@ def lenet(
     Reference: LeCun et al. (1998), *Gradient-based learning applied to document recognition*.
     """
     channels, rows, columns = check_image(input_shape, side=12)
+    # A single width, which the perceptron takes, would be ambiguous here.
     if not isinstance(hidden, tuple | list) or len(hidden) != 2:
         raise ValueError(f"hidden must be two widths, got {hidden!r}")
     make, second = ACTIVATIONS[activation], round(width * 16 / 6)

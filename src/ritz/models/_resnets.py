@@ -110,6 +110,7 @@ def basic(
 ) -> Residual:
     """Return a block of two convolutions of 3 x 3."""
     layers = [convolution(channels, width, 3, stride), convolution(width, width, 3)]
+    # Before an activation the shortcut is normalised like the other branch.
     around = shortcut(channels, width, stride, norm=not pre)
     if not project and not isinstance(around, nn.Identity):
         around = Subsample(width - channels, stride)
@@ -183,6 +184,7 @@ class ResNet(nn.Module):
         for stage, count in enumerate(counts):
             blocks = []
             for index in range(count):
+                # The first block of every later stage halves the sides.
                 stride = 2 if stage and not index else 1
                 blocks.append(block(channels, width * 2**stage, stride))
                 channels = expansion * width * 2**stage

@@ -153,12 +153,14 @@ class Result(StudyResult[Config]):
     def best(self, name: str) -> Tensor:
         """Return the test error in % of the average, or of the last iterate without one."""
         average = self.end("average error", name)
+        # Methods without an average have NaN there.
         return torch.where(average.isnan(), self.end("error", name), average)
 
     def gains(self, kind: str) -> list[Tensor]:
         """Return the change of the test error in % by ``ensemble`` or ``average``, by decay."""
         if kind == "average":
             names = [f"SWA, decay {decay:g}" for decay in DECAYS]
+            # The average against the last iterate of the same run.
             return [self.end("average error", name) - self.end("error", name) for name in names]
         names = [f"SGD, decay {decay:g}" for decay in DECAYS]
         whole = [100 * self.ensembles[self.names.index(name)] for name in names]
@@ -194,9 +196,12 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
         lambda name, seed: _train(config, images, rows[name], seed), rows, config=config,
         state=state, progress=progress,
     )  # fmt: skip
+    # A row is the series, flat, followed by the probabilities of the test images.
     cut = len(SERIES) * config.num_epochs
     series = table[..., :cut].unflatten(-1, (len(SERIES), config.num_epochs))
+    # Taken as in every run, so that labels and rows of predictions have the same order.
     labels = _held(config, images).targets.cpu()
+    # An ensemble is the mean of the predictions of all seeds.
     mean = table[..., cut:].unflatten(-1, (len(labels), -1)).mean(0)
     return Result(
         config=config,
@@ -224,6 +229,7 @@ def figure(result: Result) -> style.Figure:
     adaptive = {"Adam + average": orange, "AdamW": green, "Gadam": blue}
     draw(0, "error", adaptive, ":")
     draw(0, "average error", {name: adaptive[name] for name in ("Adam + average", "Gadam")})
+    # AdamW has no average, so only an empty line brings it into the legend.
     axes[0].plot([], [], ":", color=green, label="AdamW")
     draw(1, "largest weight", adaptive)
     draw(2, "effective rate", {"AdamW": green, "Gadam": blue})
@@ -284,6 +290,7 @@ def evidence(result: Result) -> list[Evidence]:
          *_twice(r.best(swa) - r.end("error", swa)), -1),
     ]  # fmt: skip
     for name in (swa, "Gadam", "GadamX", "Adam + average"):
+        # Averaging cancels what the iterates do not have in common, which shortens the vector.
         ratio = r.end("average norm", name) / r.end("norm", name)
         where = "7.5" if name == swa else "7.6"
         rows.append((where, f"norm of the average over that of the last iterate, {name}",
@@ -337,6 +344,7 @@ class Norms:
             for name, p in model.named_parameters()
             if "average" in optimizer.state[p] and int(optimizer.state[p]["average_count"])
         }
+        # Before the average has begun there is nothing to measure.
         average = optim.weight_norms(averages) if averages else None
         both = (average.l2, average.linf) if average else (math.nan, math.nan)
         self.rows.append((weights.l2, both[0], weights.linf, both[1]))
@@ -363,6 +371,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
         if f"{name}_accuracy" in result.history:
             series[row, :done] = 1 - result.history[f"{name}_accuracy"]
     series[3:7, :done] = torch.tensor(norms.rows[:done], dtype=torch.float64).T
+    # alpha / |w|^2, the effective learning rate of weights before batch norm.
     series[7, :done] = result.history["rate"] / series[3, :done] ** 2
     inputs, _ = held.tensors()
     model.eval()

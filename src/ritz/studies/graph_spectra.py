@@ -108,6 +108,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
             n, num_edges=config.num_edges, generator=generator
         ),
     }
+    # The semicircle has exact moments, so it shows the error of maximum entropy alone.
     circles = [semicircle_density(count) for count in config.counts]
     divergences = {"semicircle": study.column(map(semicircle_divergence, circles))}
     entropies = {"semicircle": study.column(one.entropy for one in circles)}
@@ -233,6 +234,7 @@ def histogram_divergence(values: Tensor, density: EntropicDensity, num_bins: int
 
 
 def _density(sampled: Moments, count: int) -> EntropicDensity:
+    # `count` moments after moment zero, which is one.
     few = slice(count + 1)
     density: EntropicDensity = maxent(
         sampled.mean[few], interval=sampled.interval, stderr=sampled.stderr[few]

@@ -174,6 +174,7 @@ def figure(result: Result) -> style.Figure:
     names = ("GGN", "Hessian", "Hessian", "second vector")
     titles = ("GGN", "Hessian", "Hessian, first vector", "Hessian, second vector")
     low, high = float(result.edges[0]), float(result.edges[-1])
+    # So that a bar at the end of the range is not cut by the frame.
     margin = 0.03 * (high - low)
     # Below a tenth of one eigenvalue a weight is chance.
     floor = 0.1 / result.size
@@ -203,6 +204,7 @@ def evidence(result: Result) -> list[Evidence]:
         for kind in ("Monte Carlo", "exact")
     }
     mass = [result.measure(name) for name in ("negative mass", "negative mass without one value")]
+    # Extreme Ritz values converge first, so two start vectors should agree about them.
     gaps = [
         (result.measure(f"{end}, second vector") / result.measure(f"{end}, Hessian") - 1).abs()
         for end in ("largest", "smallest")
@@ -254,10 +256,12 @@ def _measure(config: Config, seed: int) -> Cell:
     )  # fmt: skip
     # The matrices are those of a part of the training images.
     some = train.take(config.measured).tensors()
+    # In eval mode the samples of a batch do not depend on each other.
     risk = Risk(model.eval(), cross_entropy, some, batch_size=500)
     steps = config.num_steps
     spectra = {
         "Hessian": lanczos(hessian(risk), num_steps=steps, generator=seeded(seed)),
+        # Only the start vector differs from the run above.
         "second vector": lanczos(hessian(risk), num_steps=steps, generator=seeded(seed + 1000)),
         "GGN": lanczos(ggn(risk), num_steps=steps, generator=seeded(seed)),
     }

@@ -123,6 +123,7 @@ class Result(StudyResult[Config]):
 
     def best(self) -> Tensor:
         """Return the accuracy of the average, or of the last iterate of methods without one."""
+        # By the method, not by what was logged: a run without its average is then missing.
         averaged = [[METHODS[name].get("averaged", False)] for name in self.config.methods]
         return torch.where(torch.tensor(averaged), self.average, self.last)
 
