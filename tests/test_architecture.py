@@ -54,9 +54,7 @@ SHARED = {
 LONGEST_CHAIN = 6
 LONGEST_FILE = 700
 LONGEST_BODY = 60
-FEWEST_COMMENTS = 7  # per 100 lines of code; 8 is the aim
-# The signature with the documented options, and the table of published settings.
-LONG = {"ritz.training._fit.fit", "ritz.optim._presets._register_adaptive"}
+FEWEST_COMMENTS = 8  # per 100 lines of code
 
 
 def module_name(path):
@@ -275,8 +273,8 @@ def test_files_and_functions_are_short():
         for name, source in sources.items()
         for function, length in bodies(source)
     }
-    long = {name for name, length in lengths.items() if length > LONGEST_FILE}
-    assert long | {name for name, length in functions.items() if length > LONGEST_BODY} <= LONG
+    assert not {name for name, length in lengths.items() if length > LONGEST_FILE}
+    assert not {name for name, length in functions.items() if length > LONGEST_BODY}
 
 
 def test_every_package_has_comments():
@@ -305,4 +303,4 @@ def test_the_number_of_public_names_is_limited():
         for public in exported(name)
     }
     assert len(top) <= 45
-    assert len(everywhere) <= 270
+    assert len(everywhere) <= 275

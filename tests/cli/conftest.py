@@ -16,6 +16,9 @@ def own_files(tmp_path_factory):
     return folder
 
 
+WATCHED = ("--quantity", "lambda_max", "--quantity", "spectrum", "--quantity", "layer_norms")
+
+
 @pytest.fixture(scope="session")
 def finished(own_files):
     """A run in that folder, with an average."""
@@ -23,7 +26,7 @@ def finished(own_files):
     os.chdir(own_files)
     try:
         code = ritz("train", "--model", "own_model:net", "--data", "own_data:load", "--out", "run",
-                    "--average-from", "2", "--watch", "1", *SMALL)  # fmt: skip
+                    "--average-from", "2", "--watch", "1", *WATCHED, *SMALL)  # fmt: skip
     finally:
         os.chdir(before)
         sys.path[:] = path

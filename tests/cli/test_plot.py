@@ -25,7 +25,13 @@ def test_a_log_is_drawn_in_the_format_of_the_file_name(finished, tmp_path, capsy
     picture = tmp_path / f"curves.{kind}"
     assert ritz("plot", finished, "--out", picture) == 0
     assert picture.read_bytes().startswith(STARTS[kind])
-    assert capsys.readouterr().out == f"written: {picture}\n"
+    # What monitors logged is a second picture.
+    second = tmp_path / f"curves-watched.{kind}"
+    assert second.read_bytes().startswith(STARTS[kind])
+    names = "curves, curvature, degeneracy, lambda_max, sharpness_ratio, ritz_values"
+    names += ", weight_norm, weight_max"
+    written = f"written: {picture}, {second}"
+    assert capsys.readouterr().out == f"alone with --what: {names}\n\n{written}\n"
 
 
 def test_one_or_several_results_are_drawn(spectra, tmp_path, capsys):
@@ -37,7 +43,7 @@ def test_one_or_several_results_are_drawn(spectra, tmp_path, capsys):
     assert (tmp_path / "both.png").read_bytes() != (tmp_path / "spectrum0.png").read_bytes()
 
 
-@pytest.mark.parametrize("what", ["curvature", "degeneracy"])
+@pytest.mark.parametrize("what", ["curvature", "degeneracy", "watched", "weight_norm"])
 def test_logged_curvature_is_drawn(finished, tmp_path, what):
     assert ritz("plot", finished, "--what", what, "--out", tmp_path / "seen.png") == 0
     assert (tmp_path / "seen.png").exists()
@@ -59,6 +65,9 @@ def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     (tmp_path / "again.jsonl").write_bytes(log.read_bytes())
     assert "takes one log, got 2" in refused("plot", log, tmp_path / "again.jsonl", "--what",
                                              "curvature", "--out", tmp_path / "x.png")  # fmt: skip
+    assert "no gsnr in the log of a monitor, which has lambda_max, sharpness_ratio" in refused(
+        "plot", log, "--what", "gsnr", "--out", tmp_path / "x.png"
+    )
     (tmp_path / "x.safetensors").write_bytes(b"")
     assert "truncated or not a safetensors file" in refused("plot", tmp_path / "x.safetensors")
     library.save(library.trace(torch.eye(3)), tmp_path / "trace.safetensors")

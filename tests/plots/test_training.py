@@ -9,7 +9,7 @@ from ritz import plots
 from ritz._core.results import Estimate, Status
 from ritz.measures import rank_degeneracy
 from ritz.plots._series import curvature_points, points, training_series
-from ritz.plots._shared import check_picture
+from ritz.plots._shared import check_picture, watched_names
 from ritz.plots._style import result_title
 
 AVERAGED = {"average_test_loss": 0.4, "average_test_accuracy": 0.9}
@@ -153,7 +153,7 @@ def test_several_runs_have_one_colour_each(log):
 def test_many_runs_look_different_and_their_legend_covers_no_panel(log, count):
     axes = plots.training_curves({f"run with a long name {k}": log for k in range(count)})
     figure = axes[0].figure
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     (shared,) = figure.legends
     box = shared.get_window_extent()
     assert len(shared.get_texts()) == 3 * count
@@ -203,7 +203,7 @@ def test_a_single_epoch_is_visible_and_has_one_tick(log):
     _, bar = ax.collections  # beside a band that has no width
     np.testing.assert_allclose(bar.get_segments(), [[[1, 5.9], [1, 6.1]]])
     bound = ax.get_lines()[-1]
-    assert (bound.get_label(), bound.get_marker()) == ("$2/\\alpha$", "_")
+    assert (bound.get_label(), bound.get_marker()) == ("edge of stability", "_")
     assert bound.get_markevery().tolist() == [0]
 
 
@@ -227,7 +227,7 @@ def test_infinite_losses_keep_the_range_of_epochs(bad):
         epoch(k, train_loss=bad if k in (1, 5) else 1 / k, test_loss=bad) for k in range(1, 6)
     ]
     loss, _ = plots.training_curves({"run": records})
-    loss.figure.canvas.draw()
+    loss.figure.draw_without_rendering()
     low, high = loss.get_xlim()
     assert low < 1 < 5 < high
     assert loss.get_ylim()[1] < 1
@@ -240,13 +240,13 @@ def test_a_run_of_nan_is_an_empty_plot_without_legend():
     assert loss.get_legend() is None
     assert ticks_seen(loss) == [1]
     ax = plots.curvature_over_time([curvature(1, lambda_max=np.nan)])
-    assert legend(ax) == [r"$2/\alpha$"]
+    assert legend(ax) == ["edge of stability"]
 
 
 def test_largest_eigenvalue_is_drawn_beside_two_over_the_learning_rate(log):
     ax = plots.curvature_over_time(log)
     label = r"largest eigenvalue $\lambda_1$"
-    assert legend(ax) == [f"{label} ± residual", "$2/\\alpha$"]
+    assert legend(ax) == [f"{label} ± residual", "edge of stability"]
     assert (ax.get_xlabel(), ax.get_yscale()) == ("epoch", "linear")
     assert ax.get_title("left") == "Hessian"
     np.testing.assert_allclose(band(ax), [[5.9, 6.9, 7.9], [6.1, 7.1, 8.1]])
@@ -330,3 +330,44 @@ def test_check_picture_rejects_unknown_types_and_missing_folders(tmp_path):
         check_picture(tmp_path / "x.gif")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         check_picture(tmp_path / "no" / "x.png")
+
+
+def watched_log():
+    """A log with numbers, layers, a spectrum, histograms and a density."""
+    lists = {"gradient_histogram": [0, 5, 3, 0], "gradient_reach": 2.0, "weight_reach": 1.0,
+             "gradient_weight_histogram": [[0, 1], [2, 3]], "density_x": [0.0, 1.0, 2.0],
+             "density": [0.1, 0.9, 0.0]}  # fmt: skip
+    layers = {"weight_norm": 3.0, "weight_norm.0.weight": 2.0, "weight_norm.0.bias": 1.0}
+    return [
+        x
+        for n in (1, 2, 3)
+        for x in (epoch(n), curvature(n, trace=n * 1.0, trace_stderr=0.1, **layers, **lists))
+    ]
+
+
+def test_every_quantity_of_a_log_has_a_panel():
+    log = watched_log()
+    names = watched_names(log)
+    assert names == ("lambda_max", "ritz_values", "trace", "weight_norm", "gradient_histogram",
+                     "gradient_weight_histogram", "density")  # fmt: skip
+    axes = dict(zip(names, plots.watched({"run": log}).axes, strict=False))
+    largest = axes["lambda_max"].get_lines()
+    np.testing.assert_array_equal(largest[0].get_ydata(), [6.0, 7.0, 8.0])
+    assert largest[1].get_label() == "edge of stability"
+    np.testing.assert_array_equal(largest[1].get_ydata(), [20.0] * 3)
+    assert legend(axes["weight_norm"]) == ["0.weight", "0.bias"]
+    assert len(axes["weight_norm"].get_lines()) == 3
+    np.testing.assert_allclose(band(axes["trace"])[0], [0.8, 1.8, 2.8])
+    assert len(axes["ritz_values"].collections[0].get_offsets()) == 9
+    (image,) = axes["gradient_weight_histogram"].get_images()
+    np.testing.assert_allclose(image.get_array(), np.log10([[1, 2], [3, 4]]))
+
+
+def test_several_runs_share_the_panel_of_a_number():
+    figure = plots.watched({"a": watched_log(), "b": watched_log()}, names=["trace"])
+    (ax,) = figure.axes
+    assert legend(ax) == ["a", "b"]
+    with pytest.raises(ValueError, match="no gsnr in the log of a monitor, which has lambda_max"):
+        plots.watched({"a": watched_log()}, names=["gsnr"])
+    with pytest.raises(ValueError, match="runs must have been watched, got none"):
+        plots.watched({"a": [epoch(1)]})

@@ -1,6 +1,7 @@
 """Each quantity of a monitor against dense matrices and sums over single samples."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import ritz
 from ritz.measures import bulk_edge, rank_degeneracy
 from ritz.optim import weight_norms
 from ritz.training import CurvatureMonitor, quantity_names, register_quantity, scalars
+from ritz.training._quantities import QUANTITIES, quantity_table
+from ritz.training._watched import TUNING
 
 COUNT, BATCH, RATE = 24, 6, 0.2
 
@@ -316,3 +319,75 @@ def test_scalars_are_the_finite_numbers_of_a_record():
 def test_wrong_options_name_the_argument(options, message):
     with pytest.raises(ValueError, match=message):
         CurvatureMonitor(samples(), **options)
+
+
+def spent(quantities, monkeypatch, **options):
+    """Return gradients, products and passes over samples of a second measurement, and its cost."""
+    from ritz.curvature import CurvatureOperator, Risk
+    from ritz.training import _watched
+
+    counts = {"gradients": 0, "products": 0, "passes": 0}
+    x, y = samples(COUNT)
+    model = relu_network().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    monitor = CurvatureMonitor((x, y), quantities=quantities, batch_size=COUNT, **options)
+    monitor.attach(optimizer)
+    monitor.measure(model, optimizer)
+    product, gradient, run = (
+        CurvatureOperator._matmat,
+        Risk.batch_gradient,
+        _watched.sample_gradients,
+    )
+
+    def counted_product(self, block):
+        counts["products"] += block.shape[1]
+        return product(self, block)
+
+    def counted_gradient(self, context):
+        counts["gradients"] += 1
+        return gradient(self, context)
+
+    def counted_pass(*args, **kwargs):
+        counts["passes"] += 1
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(CurvatureOperator, "_matmat", counted_product)
+    monkeypatch.setattr(Risk, "batch_gradient", counted_gradient)
+    monkeypatch.setattr(_watched, "sample_gradients", counted_pass)
+    monitor.measure(model, optimizer)
+    return counts, monitor
+
+
+def test_the_default_set_takes_six_products_a_gradient_and_one_pass(monkeypatch):
+    counts, monitor = spent(None, monkeypatch)
+
+    assert counts == {"gradients": 1, "products": 6, "passes": 1}
+    assert monitor.cost == TUNING.product * 6 + 1 + TUNING.samples
+
+
+def test_quantities_of_single_samples_share_one_pass(monkeypatch):
+    names = [name for name in GRADIENTS if not name.startswith("tic")]
+    counts, monitor = spent([*names, "gradient_histogram"], monkeypatch)
+
+    assert (counts["gradients"], counts["passes"], counts["products"]) == (1, 1, 0)
+    alone = sum(QUANTITIES[name].cost(monitor) for name in monitor.names)
+    assert monitor.cost < alone / 4
+
+
+PRODUCTS = {"lambda_max": 6, "lambda_min": 6, "edge": 6, "frobenius_norm": 8, "spectrum": 20,
+            "density": 20, "negative_mass": 20, "degeneracy": 20, "bulk": 20, "step": 20,
+            "weight_norms": 0, "distance": 0, "update_size": 0, "gradient_norm": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_stated_cost_is_that_of_the_products_that_are_made(name, monkeypatch):
+    counts, monitor = spent([name], monkeypatch)
+
+    assert counts["products"] == PRODUCTS[name]
+    assert monitor.cost == TUNING.product * counts["products"] + counts["gradients"]
+
+
+def test_the_documented_table_is_that_of_the_registry():
+    text = (Path(__file__).parents[2] / "docs" / "monitors.md").read_text()
+
+    assert quantity_table(CurvatureMonitor(samples())) in text

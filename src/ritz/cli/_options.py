@@ -166,6 +166,7 @@ def _parameters(group: Any) -> Iterator[inspect.Parameter]:
         entry, known = entries[name], entries[name].metadata
         kind, text, metavar = known.get("kind", entry.type), known["help"], known.get("metavar")
         flags = known.get("flags", "--" + name.replace("_", "-"))
+        # The command has its own options in place of this one.
         if flags is None:
             continue
         for other in (key for key in entries if "_" in key):  # help of the library names fields

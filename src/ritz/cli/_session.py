@@ -118,6 +118,7 @@ def _parameters_within(weights: Path, config: Path) -> Iterator[None]:
         if total > limit:
             raise ValueError(f"{config} describes a model that is larger than {weights}")
 
+    # It counts while the model is being built: afterwards the memory would be taken already.
     handle = register_module_parameter_registration_hook(count)
     try:
         yield
@@ -131,6 +132,7 @@ def _find_weights(options: MeasureOptions) -> tuple[Path, Path]:
         return source, run_weights(source, average=options.average)
     if not source.exists():
         raise FileNotFoundError(f"no such folder or file: {source}")
+    # Only in the folder of a run is it known which file has the average.
     if options.average:
         raise ValueError(f"--average needs the folder of a run, got the file {source}")
     return source.parent, source
@@ -453,6 +455,7 @@ def _changes(config: RunConfig, made: RunConfig) -> list[str]:
         ]
         for one in (config, made)
     )
+    # Only differences: results of the run as it is have the shortest names.
     changed = [word for word, old in zip(now, before, strict=True) if word != old]
     # Paths and module:factory have characters that file systems refuse.
     return [re.sub(r"[^\w.,=+-]+", "_", word) for word in changed]

@@ -42,6 +42,7 @@ def make_model(
     known = {"num_classes": parts.num_classes, "input_shape": parts.shape}
     known = {name: value for name, value in known.items() if value is not None}
     if ":" not in target:
+        # Not every model depends on the number of classes or on the shape of the inputs.
         accepted = models.options(target)
         keywords = {name: known[name] for name in known if name in accepted} | dict(options)
         return models.create(target, generator=torch.Generator().manual_seed(seed), **keywords)
@@ -93,6 +94,7 @@ def import_target(target: str) -> Callable[..., Any]:
         module = _import(name, target)
     factory = getattr(module, attribute, None)
     if not callable(factory) or isinstance(factory, ModuleType):
+        # Suggest only what could be meant: public names that can be called.
         public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         raise ValueError(
             f"{target!r}: {name} has no function {attribute!r}{_suggestion(attribute, public)}"

@@ -44,6 +44,7 @@ def command(options: Options) -> None:
         risk = session.risk(options.split)
         settings = advised_settings(session.run.config, options.optimizer, options.momentum)
         limits: Any = {"batch_sizes": sizes, "max_products": options.max_products}
+        # Said before the work starts, and on stderr, so that --json prints nothing but JSON.
         cost = measures.advice_cost(risk, timed=not options.json, **limits)
         typer.echo(cost, err=True)
         settings |= {"matrix": options.matrix, "verify": options.verify} | limits

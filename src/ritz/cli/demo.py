@@ -38,6 +38,7 @@ def command(options: Options) -> None:
     # The tensors are so small that several threads would mostly wait for each other.
     torch.set_num_threads(1)
     try:
+        # An unwritable folder must fail before half a minute of training.
         with writing(options.out) as folder:
             config = digits.Config(seed=options.seed, **settings)
             result = digits.run(config, device=place, progress=not options.json)

@@ -84,6 +84,7 @@ def _directions(session: "Measurement", risk: "Risk", options: Options) -> "dict
     generator, kind = session.generator(), options.directions
     if kind == "ritz":
         saving = session.resume(session.name(f"directions-{risk.batch_norm}"))
+        # A Krylov space has at most as many dimensions as there are parameters.
         size = min(options.steps, risk.space.size)
         run = lanczos(hessian(risk), num_steps=size, vectors=True, generator=generator, **saving)
         return measures.ritz_directions(run)

@@ -2,7 +2,7 @@
 
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ritz
 from ritz.cli._options import PrintOptions, examples, option, print_result
@@ -27,10 +27,11 @@ class Options(PrintOptions):
         MISSING, "Results, logs or run folders. Several spectra, or several logs, are drawn in one "
         "figure.",
         metavar="FILE", argument=True)
-    what: Literal["auto", "curves", "curvature", "degeneracy"] = option(
-        "auto", "What to draw of a training log: loss and accuracy (curves), the largest "
-        "eigenvalue (curvature) or the fraction of eigenvalues near 0 (degeneracy). The last two "
-        "need a run with ritz train --watch. auto means curves.")
+    what: str = option(
+        "auto", "What to draw of a training log: loss and accuracy (curves), everything that ritz "
+        "train --watch logged (watched) or one quantity of it, the largest eigenvalue (curvature) "
+        "or the fraction of eigenvalues near 0 (degeneracy). auto draws curves and watched.",
+        metavar="NAME")
     out: Path | None = option(None, "Output file: .png, .svg or .pdf (default: a .png next to the "
                               "input file).", metavar="FILE")
     # fmt: on
@@ -48,7 +49,10 @@ def command(options: Options) -> None:
             raise FileNotFoundError(f"no such file: {path}")
     # A folder stands for its log.
     logs = [path for path in paths if path.suffix == ".jsonl"]
-    beside = "curves" if what == "auto" else what
+    # A run that was watched has two pictures.
+    parts = _parts(logs, what)
+    # A picture of a log is named after what is drawn, one of a result after its file.
+    beside = parts[0]
     usual = paths[0].with_name(f"{beside if logs else paths[0].stem}.png")
     target = check_picture(options.out or usual)
     if logs and len(logs) < len(paths):
@@ -57,14 +61,45 @@ def command(options: Options) -> None:
     short = [path.parent.name if path.name == LOG else path.stem for path in paths]
     titles = short if len(set(short)) == len(short) else map(str, paths)
     named = dict(zip(titles, paths, strict=True))
-    ritz.plots.save_figure(_draw_logs(named, what) if logs else _draw_results(named), target)
-    print_result(None, [target], as_json=options.json, text="")
+    if not logs:
+        ritz.plots.save_figure(_draw_results(named), target)
+        print_result(None, [target], as_json=options.json, text="")
+        return
+    runs = {name: _read_log(path) for name, path in named.items()}
+    second = target.with_name("watched.png" if options.out is None else
+                              f"{target.stem}-watched{target.suffix}")  # fmt: skip
+    files = [target, second][: len(parts)]
+    for part, file in zip(parts, files, strict=True):
+        ritz.plots.save_figure(_draw_logs(runs, part), file)
+    print_result(None, files, as_json=options.json, text=_more(runs, what))
 
 
-def _draw_logs(paths: dict[str, Path], what: str) -> "Figure":
-    runs = {name: _read_log(path) for name, path in paths.items()}
-    if what in ("auto", "curves"):
+def _parts(logs: list[Path], what: str) -> list[str]:
+    from ritz.plots._shared import watched_names
+
+    if what != "auto":
+        return [what]
+    seen = any(watched_names(_read_log(path)) for path in logs)
+    return ["curves", "watched"] if seen else ["curves"]
+
+
+def _more(runs: dict[str, list[dict[str, Any]]], what: str) -> str:
+    """Return what else can be drawn of the logs, if nothing was chosen."""
+    from ritz.plots._shared import watched_names
+
+    names = watched_names([record for records in runs.values() for record in records])
+    if what != "auto" or not names:
+        return ""
+    single = [name for name, key in (("curvature", "lambda_max"), ("degeneracy", "ritz_values"))
+              if key in names and len(runs) == 1]  # fmt: skip
+    return f"alone with --what: {', '.join(['curves', *single, *names])}"
+
+
+def _draw_logs(runs: dict[str, list[dict[str, Any]]], what: str) -> "Figure":
+    if what == "curves":
         axes: Any = ritz.plots.training_curves(runs)[0]
+    elif what == "watched" or what not in ("curvature", "degeneracy"):
+        return ritz.plots.watched(runs, names=None if what == "watched" else [what])
     elif len(runs) > 1:
         raise ValueError(f"--what {what} takes one log, got {len(runs)}")
     else:

@@ -77,6 +77,7 @@ def _calibrated(options: Options, session: "Measurement") -> None:
     result = measures.calibrated_sharpness(
         run.model,
         lambda model: session.risk(options.split, model=model),
+        # The temperature minimises the loss on held-out data alone, without the L2 term.
         lambda model: session.risk(held, model=model, l2=0.0),
         matrix=matrices[0],
         generator=session.generator(),

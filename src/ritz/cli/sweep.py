@@ -110,6 +110,7 @@ def parse_grid(entries: Sequence[str]) -> dict[str, list[Any]]:
         words = [word.strip() for word in text.split(",")]
         if "" in words:
             raise ValueError(f"--grid {name} must have a value between commas, got {text!r}")
+        # Word by word: parsed as a whole, 32,128 would be one value, a list.
         grid[name] = [parse_settings("--grid", [f"{name}={word}"])[name] for word in words]
     return grid
 
@@ -117,6 +118,7 @@ def parse_grid(entries: Sequence[str]) -> dict[str, list[Any]]:
 def parse_seeds(text: str) -> int | list[int]:
     """Return a number of seeds, or a list of them."""
     seeds = shared.split_sizes("--seeds", text) or []
+    # A comma makes a list: 3 is a number of seeds, and 0,5,7 are the seeds themselves.
     return seeds if "," in text else seeds[0]
 
 
@@ -127,6 +129,7 @@ def _train(
 
     # Values of the grid that are not options of training.
     others = task.others
+    # Options of a point come after those of the command, and replace them.
     config = replace(
         config,
         training=task.training,
@@ -144,6 +147,7 @@ def _write(result: Any, folder: Path) -> list[Path]:
     import ritz
 
     ritz.save(result, folder / RESULT)
+    # The picture shows the metric, and there is none if no run has ended.
     if find_spec("matplotlib") is None or not result.metric:
         return [folder / RESULT]
     return [folder / RESULT, ritz.plots.save_figure(ritz.plots.plot(result), folder / PICTURE)]

@@ -85,6 +85,7 @@ def command(options: Options, training: TrainingConfig) -> None:
     if int(os.environ.get("RANK", "0")):
         return  # the first process of torchrun prints
     shared.print_result(result, run_files(options.out), as_json=options.json)
+    # A run that diverged or was interrupted has printed its result, and still fails.
     if not result.status.ok:
         typer.echo(f"ritz: {result.status}", err=True)
         raise typer.Exit(1)
@@ -118,6 +119,7 @@ def run_config(options: Options, training: TrainingConfig) -> "RunConfig":
         data=options.data,
         model_options=parse_settings("--set-model", options.set_model),
         data_options=parse_settings("--set-data", options.set_data),
+        # Absolute, so that the run can be measured from another folder.
         data_dir=str(options.data_dir.expanduser().resolve()) if options.data_dir else None,
         loss=options.loss or "cross_entropy",
         training=replace(training, optimizer_settings=_optimizer_settings(options)),
@@ -134,6 +136,7 @@ def train_one(
 
     device = default_device(config.training.device)
     data_dir = Path(config.data_dir) if config.data_dir else None
+    # The data come before the model, which may need their shape and number of classes.
     parts = make_data(config.data, data_dir=data_dir, options=config.data_options)
     loss_fn = loss_function(config.loss)
     model = make_model(config.model, parts, config.model_options, seed=config.training.seed)

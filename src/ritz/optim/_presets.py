@@ -142,30 +142,35 @@ PTB = {
 PTB_STEPS = PTB | {"schedule": "step", "milestones": (100, 150)}
 NOISE = {"noise": "diagonal", "noise_batch": 128, "noise_until": 0.25}
 
+# Sources that several settings share, and a remark on what is missing in them.
+GADAM = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
+NO_DECAY = "; the paper does not give the weight decay, so this is the default"
+GAP = "Granziol et al. (2020), Explaining the adaptive generalisation gap, "
+
 
 def _register_all() -> None:
     _register_adaptive()
+    _register_curvature()
+    _register_adaptive_text()
     _register_sgd()
     _register_large_batches()
 
 
 def _register_sgd() -> None:
-    paper = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
-    open_decay = "; the paper does not give the weight decay, so this is the default"
-    vgg = paper + "appendix B.1" + open_decay
+    vgg = GADAM + "appendix B.1" + NO_DECAY
     sgd: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
     _add("sgd/vgg16/cifar100", SGD, 300, None, vgg, **sgd, training=LINEAR)
     # The first of three terminal learning rates, 0.03.
     _add("swa/vgg16/cifar100", swa, 300, 161, vgg, **sgd, training=LINEAR | {"final_ratio": 0.6})
-    cifar, sgd = paper + "appendix B.2" + open_decay, {"lr": 0.1, "momentum": 0.9}
+    cifar, sgd = GADAM + "appendix B.2" + NO_DECAY, {"lr": 0.1, "momentum": 0.9}
     _add("sgd/preresnet110/cifar", SGD, 300, None, cifar, **sgd, training=LINEAR)
     _add("swa/preresnet110/cifar", swa, 300, 161, cifar, **sgd, training=LINEAR)
     _add("adamw/preresnet110/cifar", AdamW, 300, None, cifar, lr=1e-3, training=LINEAR)
-    flat = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + paper + "B.2"
+    flat = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + GADAM + "B.2"
     for data, decay in (("cifar10", 0.35), ("cifar100", 0.25)):
         settings: Any = {"lr": 5e-4, "weight_decay": decay}
         _add(f"adamw/vgg16/{data}", AdamW, 300, None, flat, **settings, training=LINEAR)
-    wide, plain = paper + "appendix B.2", {"lr": 0.03, "momentum": 0.9, "weight_decay": 1e-4}
+    wide, plain = GADAM + "appendix B.2", {"lr": 0.03, "momentum": 0.9, "weight_decay": 1e-4}
     place = "wideresnet28x10/imagenet32"
     _add(f"sgd/{place}", SGD, 50, None, wide, **plain, training=LINEAR)
     _add(f"swa/{place}", swa, 50, 30, wide, **plain, training=HELD)
@@ -173,19 +178,19 @@ def _register_sgd() -> None:
     deep: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-5}
     _add("sgd/preresnet110/imagenet32", SGD, 200, None, wide, **deep, training=LINEAR)
     steps = {"schedule": "step", "milestones": (30, 60)}
-    best = paper + "section 5.3: division by 10 every 30 epochs"
+    best = GADAM + "section 5.3: division by 10 every 30 epochs"
     plain = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
     _add("sgd/resnet50/imagenet", SGD, 90, None, best, **plain, training=steps)
     _add("adamw/resnet50/imagenet", AdamW, 90, None, best, lr=1e-3, weight_decay=0.01,
          training=steps)  # fmt: skip
-    ptb = paper + "appendix B.3; averaging from epoch 100 at a constant learning rate"
+    ptb = GADAM + "appendix B.3; averaging from epoch 100 at a constant learning rate"
     # ASGD is SGD without momentum, averaged in every step.
     asgd = {"lr": 30.0, "momentum": 0.0, "weight_decay": 1.2e-6}
     every: Any = PTB | {"average_every": "step"}
     _add("asgd/lstm/ptb", swa, 200, 100, ptb, **asgd, training=every)
     triggered: Any = every | {"patience": 10, "patience_rule": "non_monotone"}
-    _add("nt_asgd/lstm/ptb", swa, 200, None, paper + "appendix C.2", **asgd, training=triggered)
-    searched = paper + "appendices B.3 and C.2; the learning rate is one of four that were tried"
+    _add("nt_asgd/lstm/ptb", swa, 200, None, GADAM + "appendix C.2", **asgd, training=triggered)
+    searched = GADAM + "appendices B.3 and C.2; the learning rate is one of four that were tried"
     adam: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1.2e-6}
     _add("adam/lstm/ptb", Adam, 200, None, searched, **adam, training=PTB)
     _add("scheduled_adam/lstm/ptb", Adam, 200, None, searched, **adam, training=PTB_STEPS)
@@ -212,18 +217,16 @@ def _register_large_batches() -> None:
 
 
 def _register_adaptive() -> None:
-    gadam = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
-    cifar = gadam + "appendix B.2; averaging from epoch 161"
-    searched = "; the paper does not give the weight decay, so this is the default"
+    cifar = GADAM + "appendix B.2; averaging from epoch 161"
     flat = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + cifar
     _add("gadam/vgg16/cifar10", Gadam, 300, 161, flat, lr=5e-4, weight_decay=0.35, training=LINEAR)
     _add("gadam/vgg16/cifar100", Gadam, 300, 161, flat, lr=5e-4, weight_decay=0.25, training=LINEAR)
-    _add("gadam/preresnet110/cifar", Gadam, 300, 161, cifar + searched, lr=1e-3, training=LINEAR)
-    _add("gadamx/vgg16/cifar", GadamX, 300, 161, cifar + searched, lr=0.1, training=LINEAR)
-    _add("gadamx/preresnet110/cifar", GadamX, 300, 161, cifar + searched, lr=0.1, training=LINEAR)
-    _add("padam/cifar", Padam, 300, None, cifar + searched, lr=0.1, training=LINEAR)
+    _add("gadam/preresnet110/cifar", Gadam, 300, 161, cifar + NO_DECAY, lr=1e-3, training=LINEAR)
+    _add("gadamx/vgg16/cifar", GadamX, 300, 161, cifar + NO_DECAY, lr=0.1, training=LINEAR)
+    _add("gadamx/preresnet110/cifar", GadamX, 300, 161, cifar + NO_DECAY, lr=0.1, training=LINEAR)
+    _add("padam/cifar", Padam, 300, None, cifar + NO_DECAY, lr=0.1, training=LINEAR)
 
-    wide = gadam + "appendix B.2; averaging from epoch 30"
+    wide = GADAM + "appendix B.2; averaging from epoch 30"
     _add("padam/wideresnet28x10/imagenet32", Padam, 50, None, wide, lr=0.03, weight_decay=1e-4,
          training=LINEAR)  # fmt: skip
     _add("gadam/wideresnet28x10/imagenet32", Gadam, 50, 30, wide, lr=1e-3, weight_decay=0.01,
@@ -231,7 +234,7 @@ def _register_adaptive() -> None:
     _add("gadamx/wideresnet28x10/imagenet32", GadamX, 50, 30, wide, lr=0.03, weight_decay=3e-4,
          training=HELD)  # fmt: skip
 
-    deep = gadam + "appendix B.2; the paper does not give the start of the average"
+    deep = GADAM + "appendix B.2; the paper does not give the start of the average"
     _add("padam/preresnet110/imagenet32", Padam, 200, None, deep, lr=0.1, weight_decay=1e-5,
          training=LINEAR)  # fmt: skip
     _add("gadam/preresnet110/imagenet32", Gadam, 200, None, deep, lr=1e-3, weight_decay=1e-3,
@@ -240,17 +243,18 @@ def _register_adaptive() -> None:
          training=LINEAR)  # fmt: skip
 
     # With eps = 1 the step of Gadam is nearly that of SGD, hence the large learning rate.
-    resnet = gadam + "section 5.3; averaging from epoch 61, one of three that were tried"
+    resnet = GADAM + "section 5.3; averaging from epoch 61, one of three that were tried"
     _add("gadam/resnet50/imagenet", Gadam, 90, 61, resnet, lr=0.5, eps=1.0, weight_decay=1e-4)
     # The learning rate was searched in factors of 3 from 0.1; 0.3 was best.
-    best = resnet + "; learning rate: Spectral Machine Learning, section 7.10" + searched
+    best = resnet + "; learning rate: Spectral Machine Learning, section 7.10" + NO_DECAY
     _add("gadamx/resnet50/imagenet", GadamX, 90, 61, best, lr=0.3, eps=1e-4)
 
+
+def _register_curvature() -> None:
     newton = "Granziol, Spectral Machine Learning, section 4.3.1, Table 4.4: curvature batch 128"
     table: dict[str, Any] = {"lr": 1.0, "delta": 10.0, "num_steps": 20, "start": "random"}
     _add("lanczosnewton/vgg16/cifar100", LanczosNewton, 100, None, newton, **table)
-    lopt = "Granziol et al. (2020), Explaining the adaptive generalisation gap, section 4; one of "
-    lopt += "the dampings that were tried"
+    lopt = GAP + "section 4; one of the dampings that were tried"
     convex: dict[str, Any] = {"lr": 0.01, "delta": 0.1, "num_steps": 50, "start": "random"}
     _add("lanczosnewton/logistic/mnist", LanczosNewton, 300, None, lopt, **convex)
     # Measured every 20 epochs of 391 batches of 128.
@@ -261,23 +265,25 @@ def _register_adaptive() -> None:
         _add(
             f"spectralsgd/preresnet110/cifar100/{name}", SpectralSGD, 180, 161, spectral, **settings
         )
-    gap = "Granziol et al. (2020), Explaining the adaptive generalisation gap, section 5.2"
+    gap = GAP + "section 5.2"
     damped: dict[str, Any] = {"lr": 1e-3, "delta": 5e-3, "weight_decay": 0.0}
     _add("dampedadamw/vgg16/cifar100", DampedAdamW, 300, None, gap, **damped)
 
+    # The best run of the table, on VGG-16 without batch norm and weight decay.
+    gap = GAP + "table 2 (right); "
+    gap += "momentum, length and steps between inverses: Spectral Machine Learning, section 5.8.2"
+    _add("kfac/vgg16/cifar100", KFAC, 300, None, gap, lr=0.1, delta=0.1, inverse_every=100)
+
+
+def _register_adaptive_text() -> None:
     lstm: dict[str, Any] = {"weight_decay": 1.2e-6}
     coupled = lstm | {"decoupled_weight_decay": False}
-    ptb = gadam + "appendix B.3; averaging from epoch 100 at a constant learning rate"
+    ptb = GADAM + "appendix B.3; averaging from epoch 100 at a constant learning rate"
     tuned = ptb + "; the paper does not give the learning rate of Gadam, so this is the default"
-    _add("padam/lstm/ptb", Padam, 200, None, gadam + "appendix B.3", lr=1.0, partial=0.2, **lstm,
+    _add("padam/lstm/ptb", Padam, 200, None, GADAM + "appendix B.3", lr=1.0, partial=0.2, **lstm,
          training=PTB_STEPS)  # fmt: skip
     _add("gadam/lstm/ptb", Gadam, 200, 100, tuned, **coupled, training=PTB)
     _add("gadamx/lstm/ptb", GadamX, 200, 100, ptb, lr=1.0, partial=0.2, **coupled, training=PTB)
-
-    # The best run of the table, on VGG-16 without batch norm and weight decay.
-    gap = "Granziol et al. (2020), Explaining the adaptive generalisation gap, table 2 (right); "
-    gap += "momentum, length and steps between inverses: Spectral Machine Learning, section 5.8.2"
-    _add("kfac/vgg16/cifar100", KFAC, 300, None, gap, lr=0.1, delta=0.1, inverse_every=100)
 
 
 _register_all()

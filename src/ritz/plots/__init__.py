@@ -3,7 +3,7 @@
 :func:`plot` draws any result. The other functions can draw on axes that you pass: spectra and
 densities (``spectrum``, ``spectra``, ``density``), also over exact eigenvalues (``against_exact``,
 ``over_histogram``); ``landscape``, ``landscape2d``; ``similarity`` of graphs; training logs
-(``training_curves``, ``curvature_over_time``, ``degeneracy``); and quantities over
+(``training_curves``, ``watched``, ``curvature_over_time``, ``degeneracy``); and quantities over
 batch sizes (``batch_scaling``, ``advice``). ``panels`` makes a figure, and ``save_figure`` writes
 it.
 """
@@ -16,6 +16,7 @@ from ritz.plots._plot import plot, save_figure
 from ritz.plots._spectra import against_exact, density, over_histogram, spectra, spectrum
 from ritz.plots._style import panels
 from ritz.plots._training import batch_scaling, curvature_over_time, degeneracy, training_curves
+from ritz.plots._watched import watched
 
 __all__ = [
     "advice",
@@ -34,4 +35,5 @@ __all__ = [
     "spectra",
     "spectrum",
     "training_curves",
+    "watched",
 ]

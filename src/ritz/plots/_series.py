@@ -232,12 +232,15 @@ def curvature_points(records: Iterable[Record], name: str) -> Points:
 
     Args:
         records: Records of a log. Only those of kind ``curvature`` are used.
-        name: ``lambda_max``, ``threshold``, ``trace``, ``variance``, or ``degeneracy``, which is
-            the mass near zero of the logged spectrum (see :func:`ritz.measures.rank_degeneracy`).
+        name: A number that a monitor logged. ``degeneracy`` may also be the mass near zero of a
+            logged spectrum (see :func:`ritz.measures.rank_degeneracy`).
     """
     logged = [record for record in records if record.get("kind") == "curvature"]
     if name == "degeneracy":
-        logged = [{**record, name: _mass(record)} for record in logged if "ritz_values" in record]
+        # The quantity itself, or that of a logged spectrum.
+        spectra = (record for record in logged if name in record or "ritz_values" in record)
+        logged = [record if name in record else {**record, name: _mass(record)}
+                  for record in spectra]  # fmt: skip
     logged = [record for record in logged if record.get(name) is not None]
     if not logged:
         raise ValueError(f"records must contain {name!r}, got none: train with a CurvatureMonitor "
@@ -246,7 +249,7 @@ def curvature_points(records: Iterable[Record], name: str) -> Points:
     epochs = [record.get("epoch") for record in logged]
     unit = "epoch" if None not in epochs and len(set(epochs)) == len(epochs) else "step"
     # An eigenvalue lies within the residual of the estimate.
-    error = "lambda_max_residual" if name == "lambda_max" else f"{name}_stderr"
+    error = f"{name}_residual" if name.startswith("lambda") else f"{name}_stderr"
     matrices = {str(record.get("matrix", "")) for record in logged}
     return Points(
         x=_column(logged, unit),

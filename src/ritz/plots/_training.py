@@ -123,10 +123,10 @@ def _records(result: Any) -> list[dict[str, Any]]:
 
 
 def curvature_over_time(records: Iterable[arrays.Record], *, ax: "Axes | None" = None) -> "Axes":
-    r"""Draw the largest eigenvalue over time, beside :math:`2 / \alpha`, and return the axes.
+    """Draw the largest eigenvalue over time, beside the edge of stability, and return the axes.
 
-    Gradient descent with the learning rate :math:`\alpha` diverges along eigenvectors whose
-    eigenvalue is above :math:`2 / \alpha`. The band is the residual of the eigenvalue. The scale is
+    Steps of SGD diverge along eigenvectors whose eigenvalue is above the edge. There is none in the
+    log of a preconditioned method. The band is the residual of the eigenvalue. The scale is
     logarithmic if the values span a decade.
 
     Args:
@@ -142,7 +142,7 @@ def curvature_over_time(records: Iterable[arrays.Record], *, ax: "Axes | None" =
     if any(record.get("threshold") is not None for record in records):
         bound = arrays.curvature_points(records, "threshold")
         drawn.append(bound.y)
-        style.line(ax, bound.x, bound.y, STYLE.vermilion, r"$2/\alpha$", linestyle="--")
+        style.line(ax, bound.x, bound.y, STYLE.vermilion, "edge of stability", linestyle="--")
     style.log_scale(ax, *drawn)
     _finish_monitor(ax, [largest], "eigenvalue")
     return ax

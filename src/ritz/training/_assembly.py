@@ -93,6 +93,7 @@ def create_optimizer(
         capturable: Create an optimiser whose steps can be captured in a CUDA graph, if possible.
         **settings: Keyword arguments of the optimiser: ``lr``, ``weight_decay`` and so on.
     """
+    # A registered name comes first, so that user-defined optimisers cannot be shadowed.
     if name not in _OPTIMIZERS and name in optim.preset_names():
         preset = optim.preset(name)
         make: OptimizerFactory = preset.optimizer
@@ -102,6 +103,7 @@ def create_optimizer(
     known = inspect.signature(make).parameters
     # Without a start, the interval of an optimiser is that of something else.
     names = {"start", "until"} & known.keys() | ({"interval"} if "start" in known else set())
+    # What the user sets takes precedence over the plan.
     settings = {name: value for name, value in (plan or {}).items() if name in names} | settings
     if _takes_model(make):
         # Its hooks run on the host, so its steps cannot be captured.
@@ -143,6 +145,7 @@ def _made(name: str, make: OptimizerFactory, subject: Any, settings: dict[str, A
 def _keywords(make: OptimizerFactory) -> Iterator[str]:
     """Yield the settings that an optimiser takes, also those of ``**options: Unpack[...]``."""
     for name, parameter in inspect.signature(make).parameters.items():
+        # The keys of the TypedDict inside Unpack[...] are the settings.
         packed = get_args(parameter.annotation) if parameter.kind is parameter.VAR_KEYWORD else ()
         if packed:
             yield from packed[0].__annotations__
@@ -202,6 +205,7 @@ def make_optimizer(
     optimizer: Any = choice
     if choice is None or isinstance(choice, str):
         single = device.type == "cuda" and world_size() == 1
+        # The conditions of is_captured that are known before there is an optimiser.
         capturable = single and config.precision != "float16" and config.capture is not False
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = create_optimizer(
@@ -220,11 +224,14 @@ def make_optimizer(
             f"optimizer must be a name, a torch optimiser or a function of the "
             f"parameters that returns one, got {type(optimizer).__name__}"
         )
+    # An optimiser of another model would run to the end and train nothing.
     if not set(model.parameters()) & set(parameters(optimizer)):
         kind = type(optimizer).__name__
         raise ValueError(f"optimizer must have parameters of the model, got a {kind} of others")
+    # Other optimisers read gradients that are there; LBFGS evaluates the loss several times.
     if isinstance(optimizer, LBFGS):
         raise ValueError("optimizer must not be LBFGS, whose step() needs a closure")
+    # The plan reaches only optimisers that are created by name.
     until = getattr(optimizer, "until", None)
     if config.lookahead_until is not None and until != plan["until"]:
         raise ValueError(
@@ -274,6 +281,7 @@ def make_noise(
         num_steps: Steps of the whole run, if known.
         samples_per_step: The smallest batch size, if it is chosen.
     """
+    # An optimiser that was passed may have its noise already, also inside Lookahead.
     built_in = next((x for x in (getattr(o, "noise", None) for o in nested(optimizer))
                      if isinstance(x, optim.CovarianceNoise)), None)  # fmt: skip
     kind: Any = config.noise
@@ -320,6 +328,7 @@ def _small_batch(wanted: int | None, samples: int | None, kind: str) -> int:
     # 128 of 4096, as published.
     usual = 128 if samples is None else max(1, samples // 32)
     small = usual if wanted is None else wanted
+    # These kinds perturb the step itself and do not imitate a small batch.
     of_step = kind in ("isotropic", "multiplicative", "sgld")
     if samples is not None and small >= samples and not of_step:
         raise ValueError(
@@ -387,6 +396,7 @@ def average_plan(
         if epoch is None:
             return None
         before = steps_before(epoch)
+        # Steps and epochs count from one: epoch e begins with step 1 + (e - 1) * steps.
         return 1 + ((epoch - 1) * steps if before is None else before)
 
     if averages:
@@ -421,6 +431,7 @@ def make_average(
     if interval is None:  # the settings of the optimiser alone decide
         return built_in, None
     average = built_in or optim.IterateAverage(optimizer, start=start, interval=interval)
+    # Gadam and GadamX got both from the plan if they were created by name, and not otherwise.
     if (average.planned, average.interval) != (start, interval):
         raise ValueError(
             f"average_from, average_every and average_interval must agree with the average of the "
@@ -442,14 +453,17 @@ def make_schedule(
     if hasattr(choice, "step") and hasattr(choice, "load_state_dict"):
         return choice
     name = config.schedule if choice is None or isinstance(choice, str) else ""
+    # Times are in calls of schedule.step(): one per epoch, or `length` per epoch.
     unit = 1 if config.schedule_unit == "epoch" else length
     if unit is None and name in ("linear", "linear_held", "step"):
         raise ValueError(
             f"steps_per_epoch is required for schedule={name!r} by step: the data have no length"
         )
     whole = config.num_epochs * (unit or 1)
+    # A shape that falls must reach its end when the run does.
     if config.schedule_unit == "step" and config.max_steps is not None:
         whole = min(whole, config.max_steps)
+    # Unset, each shape keeps its published final ratio: 1 %, or 50 % with an average.
     final: Any = {} if config.final_ratio is None else {"final": config.final_ratio}
     if name == "linear" and config.average_from is not None:
         # GADAM, equations 12 and 13: the rate falls up to the start of the average.

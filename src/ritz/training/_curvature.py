@@ -63,12 +63,14 @@ class StepCurvature:
         self._optimizer = optimizer
         chain = nested(optimizer)
         self._curved = [each for each in chain if isinstance(each, CurvatureOptimizer)]
+        # An option that nothing reads is a mistake, not a default.
         if config.curvature_batch_size is not None and not self._curved:
             kind = type(optimizer).__name__
             raise ValueError(
                 f"curvature_batch_size must be given with an optimiser that needs curvature, got "
                 f"{config.curvature_batch_size} for {kind}"
             )
+        # Lookahead only wraps: the innermost optimiser has the damping.
         self.damping = Damping(
             chain[-1],
             config.damping,
@@ -84,6 +86,8 @@ class StepCurvature:
     @property
     def finite(self) -> bool:
         """Whether all weights are finite. Otherwise the run has diverged."""
+        # A sum with NaN or Inf is not finite, and in float64 a sum of finite weights is.
+        # So the device is read once for all of them.
         sums = [p.detach().double().sum() for p in parameters(self._optimizer)]
         return not sums or bool(torch.isfinite(torch.stack(sums)).all())
 
@@ -101,6 +105,7 @@ class StepCurvature:
             epoch: Number of the epoch, counted from one, which may have its own batch size.
         """
         adapted = self._config.damping == "adaptive" and self._is_measured(step)
+        # delta / alpha is constant, so delta follows the schedule in every step.
         if self._config.damping == "ratio":
             self.damping.step()
         if not self.is_due(step):
@@ -116,6 +121,7 @@ class StepCurvature:
             if self._has_diverged(batches):
                 raise DivergedError("the loss is not finite") from error
             raise
+        # The adaptive rule compares the losses before and after the step.
         with nullcontext() if risk is None else self.damping.measured(risk):
             yield
 
@@ -134,6 +140,7 @@ class StepCurvature:
     def _has_diverged(self, batches: Sequence[Any]) -> bool:
         """Return whether the weights, and not the data, make a loss that is not finite."""
         adapter = Adapter(self._model, self._loss_fn, self._forward)
+        # NaN in the data is an error of the data, and must be reported as one.
         good = all(bool(torch.isfinite(tensor).all()) for tensor in tensors(batches))
         if not self.finite:
             return True
@@ -145,6 +152,7 @@ class StepCurvature:
         return good and not all(bool(torch.isfinite(loss)) for loss in losses)
 
     def _is_measured(self, step: int) -> bool:
+        # The learning rate alone decides these two.
         if self._config.damping in ("constant", "ratio"):
             return False
         if self._interval is None:
@@ -155,7 +163,8 @@ class StepCurvature:
         size, config = self._config.curvature_batch_size, self._config
         if size is None:
             return self._risk("step", self._rows(batches))
-        # Another draw for each refresh, by the number of the step.
+        # Another draw for each refresh, by the number of the step. The factor is larger than the
+        # number of steps of most runs, so neighbouring seeds do not draw the same batches.
         seed = (config.seed * 1_000_003 + step) % 2**62
         data, options = sample(
             self._feed.source, size, batch_size=config.batch_size or size, seed=seed
@@ -178,6 +187,7 @@ class StepCurvature:
 
     def _risk(self, name: str, batches: list[Any], **options: Any) -> Risk:
         if name in self._risks:
+            # Only the weights and the batch have changed: the model is not traced again.
             risk = self._risks[name].moved(batches)
         else:
             risk = Risk(

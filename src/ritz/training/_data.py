@@ -63,6 +63,7 @@ class IndexedData:
         """Return the batches of an epoch, shuffled if a generator is given."""
         order = self._chosen
         if generator is not None:
+            # Drawn on the CPU, so that the order is the same on every device.
             order = order[torch.randperm(len(self), generator=generator)]
         if self._tensors:
             order = order.to(self._dataset[0].device)  # once: each copy waits for the device
@@ -164,6 +165,7 @@ class Feed:
 
     def _size_in(self, number: int) -> int:
         """Return the batch size of an epoch, counted from one."""
+        # A size holds from the epoch after `start` on. Epoch 0, an evaluation, is like the first.
         past = [size for start, size in self.sizes if start < max(1, number)]
         return past[-1] if past else self._all_sizes()[0]
 
@@ -244,6 +246,7 @@ class Feed:
         """Yield this process's rows of the first batches of an epoch, a fraction of all."""
         count = self.num_batches
         if fraction < 1 and count is None:
+            # A fraction of an unknown number: the data are read once to count them.
             count = sum(1 for _ in self.epoch(0, 0))
         stop = None if fraction == 1 or count is None else max(1, ceil(fraction * count))
         for batch in islice(self.epoch(0, 0), stop):
@@ -381,6 +384,7 @@ def as_part(part: Any, name: str) -> Any:
     part = _to_tensors(part)
     if isinstance(part, TensorDataset):
         part = part.tensors
+    # A list of batches holds tuples or dictionaries, so a list of tensors is (inputs, targets).
     if isinstance(part, list) and part and all(isinstance(x, Tensor) for x in part):
         part = tuple(part)
     if is_tensors(part):
@@ -418,6 +422,7 @@ def _to_tensors(data: Any) -> Any:
 
     def convert(array: Any) -> Tensor:
         try:
+            # Copies only if it must: torch refuses negative strides and warns of read-only memory.
             return torch.from_numpy(np.require(array, requirements=["C", "W"]))
         except TypeError as error:
             raise TypeError(
@@ -433,6 +438,7 @@ def _guess_shape(train: Any) -> dict[str, Any]:
         train = train.dataset.tensors
     if not is_tensors(train) or len(train) < 2 or train[0].ndim < 2:
         return {}
+    # Targets that are whole numbers are classes, counted from zero.
     classes = not train[-1].is_floating_point() and train[-1].numel()
     return {
         "shape": tuple(train[0].shape[1:]),
@@ -457,6 +463,7 @@ def limited(source: Any, count: int, *, seed: int) -> Any:
     """Return ``count`` random samples; of a text, and of data without a length, the first ones."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(source, TextSplit):
+        # A token needs a successor, which is its target.
         check_count("num_samples", count, low=2, high=len(source.tokens))
         return replace(source, tokens=source.tokens[:count])
     if (total := num_samples(source)) is not None:
@@ -507,6 +514,7 @@ def first_batch(source: Any, *, count: int = 2) -> Any:
         return source[0]
     # Iterating over a loader would draw from the generator that orders the samples.
     if isinstance(source, DataLoader) and isinstance(source.dataset, Sized):
+        # The loader itself is not iterated: its samples are collated as it would collate them.
         indices = range(min(count, len(source.dataset)))
         alone = source.batch_sampler is None  # the samples are batches
         return None if alone else source.collate_fn([source.dataset[i] for i in indices])

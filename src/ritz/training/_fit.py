@@ -36,7 +36,7 @@ from ritz.training._assembly import (
 from ritz.training._data import DataParts, Feed, as_part, as_parts, limited, measurable, sample
 from ritz.training._folder import AVERAGE, NAME, WEIGHTS, FilePath, Folder, held_folder, times_path
 from ritz.training._monitor import CurvatureMonitor
-from ritz.training._result import TrainingResult, history_of
+from ritz.training._result import TrainingResult, TrainingStatus, history_of
 from ritz.training._run import Monitor, Run
 from ritz.training._step import device_of
 
@@ -144,18 +144,9 @@ def fit(
     named = {"optimizer": optimizer, "schedule": schedule}
     texts = {name: choice for name, choice in named.items() if isinstance(choice, str)}
     config = _with_preset(combine(config, options | texts))
-    if not (isinstance(schedule, str | None) or callable(schedule) or hasattr(schedule, "step")):
-        raise TypeError(
-            "schedule must be one of constant, linear, linear_held, step, a function of the time "
-            f"or a torch scheduler, got {type(schedule).__name__}"
-        )
-    # Objects have no plain form. Their class stands for them in the result and in checkpoints, and
-    # a resumed run compares these words.
-    classes = {}
-    if not isinstance(optimizer, str | None):
-        classes["optimizer"] = f"own {getattr(optimizer, '__name__', type(optimizer).__name__)}"
-    if not isinstance(schedule, str | None):
-        classes["schedule"] = f"own {type(schedule).__name__}"
+    classes = _classes(optimizer, schedule)
+    # Processes must have joined before they agree whether the first one could lock the folder.
+    # Signals are noted from before that until the lock is released.
     with (
         noted_signals() as signals,
         joined_processes(config.device) as place,
@@ -164,15 +155,10 @@ def fit(
         device = device_of(model) if place is None else check_device(place)
         with arranged(config, device), channels_last(model, config.precision, device):
             feed, held = _feeds(data, validation, test, config, device)
-            if not feed.cuts:
+            if folder is not None and rank() == 0:
+                _warn_of_workers({"data": feed} | held)
+            if not feed.cuts:  # the batches have a size already, so that of the options is unused
                 config = replace(config, batch_size=None)
-            lasting = [name for name, each in ({"data": feed} | held).items() if each.keeps_workers]
-            if lasting and folder is not None and rank() == 0:
-                warnings.warn(
-                    "a resumed run is not identical bit for bit with persistent_workers=True in "
-                    f"the DataLoader ({', '.join(lasting)})",
-                    stacklevel=2,
-                )
             run = Run(
                 model=model,
                 feed=feed,
@@ -191,7 +177,42 @@ def fit(
                 classes=classes,
             )
             status = run.train(progress)
-    records = run.state.records
+    seconds = time.perf_counter() - started
+    return _result(run, status, checkpoint=checkpoint, seconds=seconds)
+
+
+def _classes(optimizer: Any, schedule: Any) -> dict[str, str]:
+    """Return the classes of objects that were passed for options; raise for a bad schedule."""
+    if not (isinstance(schedule, str | None) or callable(schedule) or hasattr(schedule, "step")):
+        raise TypeError(
+            "schedule must be one of constant, linear, linear_held, step, a function of the time "
+            f"or a torch scheduler, got {type(schedule).__name__}"
+        )
+    # Objects have no plain form. Their class stands for them in the result and in checkpoints, and
+    # a resumed run compares these words.
+    classes = {}
+    if not isinstance(optimizer, str | None):
+        classes["optimizer"] = f"own {getattr(optimizer, '__name__', type(optimizer).__name__)}"
+    if not isinstance(schedule, str | None):
+        classes["schedule"] = f"own {type(schedule).__name__}"
+    return classes
+
+
+def _warn_of_workers(feeds: Mapping[str, Feed]) -> None:
+    lasting = [name for name, feed in feeds.items() if feed.keeps_workers]
+    if lasting:
+        warnings.warn(
+            "a resumed run is not identical bit for bit with persistent_workers=True in "
+            f"the DataLoader ({', '.join(lasting)})",
+            stacklevel=3,  # the call of fit
+        )
+
+
+def _result(
+    run: Run, status: TrainingStatus, *, checkpoint: FilePath | None, seconds: float
+) -> TrainingResult:
+    records, config = run.state.records, run.config
+    # Later records replace earlier ones, so each name keeps its last value.
     metrics = {name: value for record in records for name, value in record.items()}
     return TrainingResult(
         history=history_of(records),
@@ -199,11 +220,11 @@ def fit(
         metrics={k: float(x) for k, x in metrics.items() if k not in ("kind", "epoch", "step")},
         num_epochs=run.state.epoch,
         num_steps=run.state.step,
-        log=None if log is None else os.fspath(log),
+        log=None if run.log is None else os.fspath(run.log),
         checkpoint=None if checkpoint is None else os.fspath(checkpoint),
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         seed=config.seed,
-        settings=config.to_plain() | classes,
+        settings=config.to_plain() | run.classes,
         status=status,
     )
 
@@ -226,6 +247,7 @@ def _feeds(
     data: Any, validation: Any, test: Any, config: TrainingConfig, device: torch.device
 ) -> tuple[Feed, dict[str, Feed]]:
     known = data if isinstance(data, DataParts) else as_parts(data)
+    # Parts that are passed by name replace those of the data.
     usual, parts = known.augmentation, {"validation": validation, "test": test}
     for name, part in parts.items():
         parts[name] = getattr(known, name) if part is None else as_part(part, name)
@@ -234,6 +256,7 @@ def _feeds(
         batch_size=config.batch_size,
         device=device,
         shuffled=True,
+        # True is the usual augmentation of these data, False is none.
         augment=usual if config.augment is True else config.augment or None,
         drop_last=config.drop_last,
         sizes=config.batch_sizes,
@@ -280,6 +303,7 @@ def joined_processes(device: str | torch.device | None) -> Iterator[str | torch.
 def arranged(config: TrainingConfig, device: torch.device) -> Iterator[None]:
     """Set precision, determinism and seeds of torch for the block, and restore them."""
     with ExitStack() as stack:
+        # Half precisions leave some operations in float32. In tf32 these have no fewer digits.
         stack.enter_context(arithmetic("float32" if config.precision == "float32" else "tf32"))
         if config.deterministic:
             workspace = "CUBLAS_WORKSPACE_CONFIG"
@@ -298,6 +322,7 @@ def arranged(config: TrainingConfig, device: torch.device) -> Iterator[None]:
         # Processes draw different dropout masks for their different rows.
         torch.default_generator.manual_seed(config.seed + rank())
         if cuda:
+            # manual_seed of torch.cuda seeds the current device only.
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(config.seed + rank())
         yield
@@ -357,6 +382,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
+            # A run.json may have been edited: a wrong type is reported before it is used.
             kind = {"model_options": Mapping, "data_options": Mapping, "training": TrainingConfig}
             value, expected = getattr(self, entry.name), kind.get(entry.name, str)
             if not isinstance(value, expected) and (entry.name, value) != ("data_dir", None):
@@ -413,6 +439,7 @@ def train_run(
     target = Path(folder)
     started = any((target / name).exists() for name in (NAME, WEIGHTS))
     if config.training.resume and started and (target / CONFIG).is_file():
+        # As JSON on both sides: there tuples are lists, and paths are text.
         before, now = (json.loads(to_json(each)) for each in (read_run(target), config))
         # `fit` compares the options of training. The folder of the data may have moved.
         fixed = {name: now[name] for name in now if name not in ("training", "data_dir")}
@@ -515,6 +542,7 @@ def advised_settings(
     name, of_run, rate = update_settings(made, training.optimizer)
     if optimizer not in (None, name):
         return {"optimizer": optimizer, "momentum": momentum}
+    # A learning rate is good evidence only with the batch size that it was used with.
     known = (training.batch_size, rate) if training.batch_size and rate > 0 else None
     return {
         "optimizer": name,

@@ -173,6 +173,7 @@ class Log:
                 while written < len(line):
                     written += os.write(self._file, line[written:])
             except OSError:
+                # Part of a line, as on a full disk, would be joined to the next line.
                 os.ftruncate(self._file, self._size)
                 raise
         self._size += len(line)
@@ -353,6 +354,7 @@ def held_folder(place: FilePath | None) -> Iterator[Folder | None]:
                     folder.remove_temporary_files()
         except CheckpointError as error:
             refusal = error
+        # All processes agree on it: without that the others would wait for the first one forever.
         if all_max(int(refusal is not None)):
             raise refusal or CheckpointError(f"the first process cannot write in {folder.path}")
         yield folder

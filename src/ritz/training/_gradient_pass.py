@@ -78,6 +78,7 @@ class SampleGradients:
 
     def unbiased(self, mean: float | Tensor) -> float:
         """Return a mean of squared deviations over the samples, times ``N / (N - 1)``."""
+        # g is the mean of the same N gradients, which takes one degree of freedom.
         return float(mean) * self.count / (self.count - 1) if self.count > 1 else math.nan
 
 
@@ -100,6 +101,7 @@ def sample_gradients(
     squares, products, weights = list[Tensor](), list[Tensor](), list[Tensor]()
     theta = risk.theta
     counters = {size: _Counter(num_bins, theta if size == 2 else None) for size in histograms}
+    # As many samples at a time as have TUNING.entries entries of gradients together.
     chunk, problems = max(1, TUNING.entries // len(gradient)), list[str]()
     with torch.no_grad(), risk.settings():
         for _, context, weight in risk.contexts():
@@ -119,6 +121,7 @@ def sample_gradients(
                     sums[place].add_(gaps, alpha=weight / context.size)
                 squares.append(square)
                 products.append(product)
+                # A batch has its weight in the mean, and each of its samples an equal part of it.
                 weights.append(torch.full_like(square, weight / context.size))
     return SampleGradients(
         gradient=gradient.double(),
@@ -175,6 +178,7 @@ class _Counter:
 
     def _widen(self) -> None:
         self._reach *= 2
+        # In twice the range, two neighbouring bins are one, and all lie in the middle half.
         quarter = self._bins // 4
         inner = self._counts.view(2 * quarter, 2, -1).sum(1)
         self._counts = torch.zeros_like(self._counts)
@@ -218,6 +222,7 @@ def sample_lines(risk: Risk, direction: Tensor) -> tuple[Tensor, Tensor] | None:
                 return losses_alone(risk.loss_fn, *risk.evaluate(params, context))
 
             try:
+                # l_i(w + t d) and its derivative by t, for all samples in one forward pass.
                 pair: Any = torch.func.jvp(by_sample, (risk.params,), (tangents,))
             except (RuntimeError, NotImplementedError, ValueError, TypeError):
                 return None  # no forward derivative, or a loss that vmap cannot evaluate
@@ -253,4 +258,5 @@ def local_step(
     a, b, e = p + c + d, p + 2 * d, p + 4 * d
     right, below = p * drop + c * first + d * second, p * drop + 2 * d * second
     slope, bend = e * right - b * below, a * below - b * right  # times the determinant
+    # t* = -w_1 / (2 w_2) in units of the step, so 1 / t* - 1 = -2 w_2 / w_1 - 1.
     return -1.0 if bend <= 0 or slope == 0 else -2 * bend / slope - 1

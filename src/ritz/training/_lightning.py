@@ -40,6 +40,7 @@ class LightningCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._last = trainer.global_step
         if trainer.optimizers:
+            # Before the state is loaded: attach forgets what was noted in an earlier training.
             self.monitor.attach(trainer.optimizers[0])
         if self._state is not None:
             self.monitor.load_state_dict(self._state)
@@ -58,6 +59,7 @@ class LightningCallback(Callback):
             self._measure(trainer, pl_module, trainer.current_epoch + 1)
 
     def _measure(self, trainer: Any, module: Any, count: int) -> None:
+        # The other processes need not wait here: measuring exchanges nothing between processes.
         if not trainer.is_global_zero:
             return
         optimizer = trainer.optimizers[0] if trainer.optimizers else None

@@ -119,6 +119,7 @@ class CurvatureMonitor:
         check_range("epsilon", self.epsilon, low=0.0)
         check_count("num_probes", self.num_probes, low=2)
         check_count("num_bins", self.num_bins, low=4)
+        # Bins are merged in pairs when their range doubles.
         if self.num_bins & (self.num_bins - 1):
             raise ValueError(f"num_bins must be a power of two, got {self.num_bins}")
         self.names = self._chosen()
@@ -146,6 +147,7 @@ class CurvatureMonitor:
         return tuple(dict.fromkeys(self.quantities))
 
     def _is_possible(self, name: str) -> bool:
+        # The mode of batch norm of a user-defined risk is not known before it is made.
         return callable(self.source) or self.batch_norm != "train" or not QUANTITIES[name].separable
 
     def _needs(self, name: str, part: str) -> bool:
@@ -162,6 +164,7 @@ class CurvatureMonitor:
         Nothing is left of a training before, so that one monitor may watch several in turn.
         """
         if self._memory.reader is not None:
+            # Otherwise its hook would note the weights before each step of an earlier optimiser.
             self._memory.reader.close()
         self._memory = Memory()
         if "distance" in self.names:
@@ -224,6 +227,7 @@ class CurvatureMonitor:
             return Watched(self, self._memory, risk, op, optimizer)
         if self._op is not None and self._op.risk.model is model:
             risk = self._op.risk.moved()
+            # The same model at another point: nothing is traced again.
             return Watched(self, self._memory, risk, self._op.at(risk), optimizer)
         # Only the first process measures, so processes must not share the data.
         names = ("batch_norm", "batch_size", "count")

@@ -67,7 +67,7 @@ class Quantity:
 
 
 QUANTITIES: Registry[Quantity] = Registry("quantity")
-# What is watched unless something is named: at most 17 gradients of the watched samples.
+# What is watched unless something is named: at most 38 gradients of the watched samples.
 USUAL = ("lambda_max", "weight_norms", "gradient_norm", "gradient_variance", "noise_scale")
 
 
@@ -132,6 +132,22 @@ def total_cost(quantities: Iterable[str], settings: Settings) -> float:
     return sum(each.own(settings) for each in chosen) + sum(PARTS[p](settings) for p in parts)
 
 
+def quantity_table(settings: Settings) -> str:
+    """Return the table of the quantities of this package for ``docs/monitors.md``.
+
+    Args:
+        settings: The monitor whose costs are stated.
+    """
+    lines = ["| quantity | what it is | shares | cost |", "| --- | --- | --- | --- |"]
+    for group in ("curvature", "stability", "gradients", "weights", "steps"):
+        for each in (QUANTITIES[name] for name in QUANTITIES):
+            if each.group == group and each.measure.__module__ == __name__:
+                text, shares = each.text.replace("|", "\\|"), ", ".join(each.parts) or "-"
+                cost = f"{each.cost(settings):g}"
+                lines.append(f"| `{each.name}` | {text} | {shares} | {cost} |")
+    return "\n".join(lines)
+
+
 def _estimated(name: str, estimate: Estimate) -> Record:
     return {name: float(estimate.mean), f"{name}_stderr": float(estimate.stderr)}
 
@@ -169,6 +185,7 @@ def _(watched: Watched) -> Record:
 @register_quantity("trace", "trace, and the mean eigenvalue", parts=["trace"])
 def _(watched: Watched) -> Record:
     record = _estimated("trace", watched.trace)
+    # The sum of the P eigenvalues is the trace.
     return record | {"mean_eigenvalue": record["trace"] / watched.risk.space.size}
 
 
@@ -181,6 +198,7 @@ def _(watched: Watched) -> Record:
     probes = watched.settings.num_probes
     estimate = frobenius_norm(watched.op, num_probes=probes, generator=watched.generator())
     record = _estimated("frobenius_norm", estimate)
+    # The sum of the squared eigenvalues is |H|_F^2.
     return record | {"mean_square_eigenvalue": float(estimate) ** 2 / watched.risk.space.size}
 
 
@@ -199,6 +217,8 @@ def _(watched: Watched) -> Record:
 
 @register_quantity("negative_mass", "fraction of negative eigenvalues", parts=["spectra"])
 def _(watched: Watched) -> Record:
+    # The weights of a run sum to one. Those below zero estimate the fraction of negative
+    # eigenvalues.
     mass = watched.of_runs(
         lambda run: float(run.weights[negative_values(run)[0]].sum()), "mass below zero"
     )
@@ -223,7 +243,7 @@ def _(watched: Watched) -> Record:
     "variance",
     "P sigma^2, the variance of the matrices of single samples",
     separable=True,
-    cost=lambda settings: TUNING.product * settings.num_probes,
+    cost=lambda settings: TUNING.grouped * settings.num_probes + TUNING.traced,
 )
 def _(watched: Watched) -> Record:
     settings = watched.settings
@@ -240,7 +260,7 @@ def _(watched: Watched) -> Record:
     "fisher",
     "Frobenius norms of the empirical Fisher matrix and of its diagonal",
     separable=True,
-    cost=lambda settings: TUNING.product * settings.num_probes + TUNING.samples,
+    cost=lambda settings: TUNING.product * settings.num_probes + TUNING.traced + 5,
 )
 def _(watched: Watched) -> Record:
     op = fisher(watched.risk, kind="empirical")
@@ -273,6 +293,7 @@ def _(watched: Watched) -> Record:
         return {}
     value = float(run.values[-1])
     return {
+        # Of S (H + Gamma) S, whose threshold does not depend on the learning rates.
         "preconditioned_lambda_max": value,
         "preconditioned_residual": float(run.residuals[-1]),
         "preconditioned_threshold": edge.limit,
@@ -325,6 +346,7 @@ def _(watched: Watched) -> Record:
 )
 def _(watched: Watched) -> Record:
     samples, space = watched.samples, watched.risk.space
+    # Their sums over the layers are tr Sigma and |g|^2.
     vectors = {"gradient_variance": samples.variance, "gradient_square": samples.gradient.square()}
     return {
         f"{name}.{layer}": float(values.sum())
@@ -341,6 +363,7 @@ def _(watched: Watched) -> Record:
 @register_quantity("signal_to_noise", "|g|^2 / (tr Sigma / B) of a batch of training", **SAMPLES)
 def _(watched: Watched) -> Record:
     samples = watched.samples
+    # The gradient of B independent samples has the covariance Sigma / B.
     noise = samples.total_variance / watched.batch_size
     return {"signal_to_noise": _ratio(samples.square, noise)}
 
@@ -356,6 +379,7 @@ def _(watched: Watched) -> Record:
 def _(watched: Watched) -> Record:
     samples = watched.samples
     noise = samples.unbiased(samples.total_variance) / watched.batch_size
+    # The smallest theta with E |g_B - g|^2 <= theta^2 |g|^2.
     return {"norm_test": _root(_ratio(noise, samples.square))}
 
 
@@ -366,6 +390,7 @@ def _(watched: Watched) -> Record:
 )
 def _(watched: Watched) -> Record:
     samples = watched.samples
+    # The mean of g_i'g is |g|^2, so these are its squared deviations.
     gaps = (samples.products - samples.square).square()
     noise = samples.unbiased(samples.weights @ gaps) / watched.batch_size
     return {"inner_product_test": _root(_ratio(noise, samples.square**2))}
@@ -386,6 +411,7 @@ def _(watched: Watched) -> Record:
 def _(watched: Watched) -> Record:
     rate = watched.learning_rate
     # Without a learning rate there is no batch size that goes with it.
+    # B = alpha tr Sigma / L.
     value = _ratio(rate * watched.samples.total_variance, watched.loss)
     return {"cabs": value} if rate else {}
 
@@ -405,6 +431,7 @@ def _(watched: Watched) -> Record:
     parts=["gradient", "samples", "trace"],
 )
 def _(watched: Watched) -> Record:
+    # tr C = E |g_i|^2.
     moment = float(watched.samples.weights @ watched.samples.squares)
     return {"tic_trace": _ratio(moment, float(watched.trace) + watched.settings.epsilon)}
 
@@ -414,10 +441,11 @@ def _(watched: Watched) -> Record:
     "sum of C_pp / H_pp, for a diagonal that is known exactly",
     group="gradients",
     parts=["gradient", "samples"],
-    cost=TUNING.samples,
+    cost=5,
 )
 def _(watched: Watched) -> Record:
     samples, known = watched.samples, diagonal(watched.op, method="exact").mean.double()
+    # C_pp = Var g_p + g_p^2.
     moment = samples.variance + samples.gradient.square()
     below = known + watched.settings.epsilon
     # Parameters without gradient and curvature, such as those of dead units, add nothing.

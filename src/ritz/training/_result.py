@@ -82,6 +82,7 @@ class TrainingResult:
 def history_of(records: Sequence[Record]) -> dict[str, Tensor]:
     """Return the numbers of the records of epochs, by name."""
     epochs = [record for record in records if record["kind"] == "epoch"]
+    # In the order of first appearance in the log; a set would have a random order.
     names = dict.fromkeys(name for record in epochs for name in record if name != "kind")
     return {
         name: torch.tensor([each.get(name, math.nan) for each in epochs], dtype=torch.float64)

@@ -163,6 +163,7 @@ class Run:
         _assembly.use_ghosts(model, config)
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
+            # The last step of an epoch may accumulate fewer batches than the others.
             self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
         plan = _assembly.average_plan(config, self.steps_per_epoch, self._steps_before)
         optimizer = _assembly.make_optimizer(self.optimizer, model, config, plan, device)
@@ -318,6 +319,7 @@ class Run:
                 self.schedule.step()
             self._begin()
             self._watch("step", state.step)
+            # Counted from shapes: no step may wait for the device.
             seen += sum(num_rows(batch) for batch in group)
             rate = f"{seen / (time.perf_counter() - started):,.0f} samples/s"
             bar.update(state.step - self._first_step, f"{head}, {rate}{note}")
@@ -420,6 +422,7 @@ class Run:
             record["damping"] = self._curvature.damping.values()[0]
         if config.schedule_unit == "epoch":
             self.schedule.step()
+        # Whether the run is over once this epoch counts.
         last, stop = self._is_over(replace(state, epoch=number, batch=0)), False
         if last or number % config.evaluate_every == 0:
             record |= self._evaluate(1.0 if last else config.statistics_fraction)
@@ -488,6 +491,7 @@ class Run:
 
     def _evaluate(self, fraction: float = 1.0, *, at_end: bool = False) -> Record:
         """Return loss and accuracy on the data of the end of a run, or on those of an epoch."""
+        # Validation data guide the run, so only the end of a run may look at test data.
         later = "test" if "validation" in self.held else None
         feeds = {name: feed for name, feed in self.held.items() if (name == later) == at_end}
         record = self._scores(feeds, "")
@@ -534,6 +538,7 @@ class Run:
             classes = f"{part}_accuracy" in record and f"{part}_perplexity" not in record
             metric = "accuracy" if classes else "loss"
         value = record[f"{part}_{metric}"]
+        # A rule with the mode "min" takes the negative accuracy.
         out = auto.update(-value if metric == "accuracy" and auto.mode == "min" else value)
         if auto.averaging and not averaging and "optimizer" not in self.classes:
             # Lookahead hands over to the average, unless its end was chosen.
@@ -579,6 +584,7 @@ class Run:
         """Write a checkpoint; return False, and write nothing, if the loss is not finite."""
         if self.folder is None:
             return True
+        # A checkpoint with NaN would replace the last good one.
         if not bool(torch.isfinite(self._step.totals.sums).all()):
             return False
         if self._log is not None:
@@ -613,6 +619,7 @@ class Run:
         """Continue from a checkpoint."""
         num_epochs = self.config.num_epochs
         check_same(saved.settings, self.state.settings, path)
+        # Epochs that have begun, of which the last may be incomplete.
         started = saved.epoch + (saved.batch > 0)
         if started > num_epochs:
             raise ValueError(

@@ -63,6 +63,7 @@ class CarriedState:
         """Return the tensors of the state of this process's rows of a batch of ``count``."""
         if count not in self._states:
             self._states[count] = tree_map(
+                # A new copy: an expanded tensor, or one of the model, must not be overwritten.
                 lambda x: x.detach().clone(memory_format=torch.contiguous_format),
                 self._initial(count),
             )
@@ -228,6 +229,7 @@ class Totals:
             # If all labels are ignored, the mean is 0/0 and the sum is 0.
             self._loss.add_((loss.detach().double() * mass).masked_fill(mass == 0, 0.0))
         else:
+            # The sum of a batch is its mean times its mass, so batches of any sizes add up.
             self._loss.add_(loss.detach(), alpha=mass)
         self._mass.add_(mass)
         # Accuracy leaves out the labels that the loss ignores.
@@ -254,6 +256,7 @@ def num_classes(outputs: Any, target: Any) -> int:
     """Return the number of classes if outputs are scores of classes in dimension 1, else 0."""
     if not (isinstance(outputs, Tensor) and isinstance(target, Tensor)):
         return 0
+    # The layout of cross_entropy: outputs (n, classes, ...) and targets (n, ...).
     classes = not target.is_floating_point() and outputs.ndim == target.ndim + 1 > 1
     return outputs.shape[1] if classes else 0
 
@@ -305,6 +308,7 @@ class Step:
             with quiet, self._captured(piece):
                 self._backward(piece)
         if noise is not None:
+            # The noise must carry the factor of the gradient scaler that the gradient carries.
             noise.collect(self._scale(torch.ones((), device=self.device)))
         if self.config.clip_norm is not None:
             # The limit is on the gradient itself, not on its multiple by the scaler.
@@ -333,6 +337,7 @@ class Step:
                 check_scores(adapter.loss_fn.call, outputs, target, "the first batch")
                 check_labels(adapter.loss_fn.call, outputs, target, "the first batch", some=False)
                 self.num_classes = num_classes(outputs, target)
+            # `loss` is logged, `part` is differentiated: the penalty and the share go into `part`.
             loss = part = adapter.loss(outputs, target)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 got = (
@@ -385,6 +390,7 @@ def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            # Not in place: a learning rate that is a tensor must be restored as the same object.
             group["lr"] = rate * factor
         yield
     finally:
@@ -532,6 +538,7 @@ class CapturedStep:
 
 
 def _signature(pieces: Sequence[Piece]) -> Signature:
+    # A graph can be replayed for the same shapes and dtypes, and the same numbers of Python.
     leaves, shape = tree_flatten([tuple(piece) for piece in pieces])
     return (
         str(shape),
@@ -555,6 +562,7 @@ def nested(optimizer: Optimizer) -> list[Optimizer]:
 def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
     with ExitStack() as stack:
         for one in nested(optimizer):
+            # Averages and Lookahead count steps on the host, which a recording would do only once.
             for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
                 stack.callback(setattr, one, name, getattr(one, name))
                 setattr(one, name, OrderedDict())

@@ -123,6 +123,7 @@ def _columns(result: SweepResult) -> list[str]:
     part = result.metric.rpartition("_")[0]
     wanted = [result.metric, f"{part}_loss", "train_loss", "lambda_max", *METRICS]
     shown = dict.fromkeys(name for name in wanted if name in result.metrics)
+    # Two options fit beside all columns; each further one takes the room of one.
     return list(shown)[: max(1, COLUMNS - max(0, len(result.grid) - 2))]
 
 
@@ -238,6 +239,7 @@ def _option_name(word: str, names: Iterable[str]) -> str:
         if entry.name not in ("seed", "resume", "optimizer_settings"):
             known.add(entry.name)
             flag = (entry.metadata.get("flags") or entry.name).split("/")[0].split()[0]
+            # Such as epochs, the flag of num_epochs.
             aliases[flag.lstrip("-").replace("-", "_")] = entry.name
     name = str(word).lstrip("-").replace("-", "_")
     group, dot, key = str(word).partition(".")
@@ -347,6 +349,7 @@ def _apply(
     others: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "names": {}}
     known = {entry.name for entry in fields(TrainingConfig)}
     for name, value in chosen.items():
+        # Without a dot the group is empty and the key is the whole name.
         group, _, key = name.rpartition(".")
         if group == "optimizer" or name in SHORT:
             settings[key] = value
@@ -457,6 +460,7 @@ class _Fit:
         self._generators = [each for part in held for each in loader_generators(part)]
 
     def __call__(self, task: Point, *, progress: bool | Progress) -> Outcome:
+        # The initial weights depend on the seed of the run, and not on the runs before it.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(task.training.seed)
             model = self._model(**task.others["model"])
@@ -473,6 +477,7 @@ class _Fit:
 def outcome(result: TrainingResult) -> Outcome:
     """Return the last metrics of a run, with those of its monitors, and how it ended."""
     metrics = dict(result.metrics)
+    # The last record of each quantity counts, as it does for the metrics of epochs.
     for record in read_log(result.log) if result.log is not None else ():
         if record["kind"] == "curvature":
             metrics |= {

@@ -45,6 +45,7 @@ class TrainerCallback(trainer_callback.TrainerCallback):
     def _measure(
         self, state: Any, control: Any, count: int, *, model: Any, optimizer: Any, **kwargs: Any
     ) -> None:
+        # The other processes need not wait here: measuring exchanges nothing between processes.
         if not state.is_world_process_zero:
             return
         record = self.monitor(count, model, _plain(optimizer))

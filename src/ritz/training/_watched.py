@@ -31,12 +31,16 @@ from ritz.training._gradient_pass import (
 class Tuning:
     """Constants of what a monitor shares, and of what it costs."""
 
-    # Gradients that a matrix-vector product costs at most. Measured: 1.1 for a perceptron, 1.7 to
-    # 2.0 for convolutional networks, with benchmarks/monitors.py.
+    # Costs in gradients of the watched samples, rounded up, of 1,024 samples of a perceptron on
+    # one core (benchmarks/monitors.py): the dearest case, since its gradient is one dense product,
+    # and all else waits for memory. A product took 1.0, a pass over the gradients of samples 21, a
+    # histogram 45 to 50.
     product: float = 2.0
-    # Gradients that a pass over the gradients of all samples costs, and a histogram.
-    samples: float = 3.0
-    histogram: float = 2.0
+    samples: float = 25.0
+    histogram: float = 50.0
+    # A product with 128 groups of samples took 10, and tracing the products of another matrix 35.
+    grouped: float = 12.0
+    traced: float = 40.0
     # Part of a random vector in the start of a warm run: without it a run that starts at an
     # eigenvector would never see one that has overtaken it.
     fresh: float = 0.1
@@ -172,6 +176,7 @@ class Watched:
 
     @cached_property
     def _loss_and_gradient(self) -> tuple[float, Tensor]:
+        # F(w) = sum_b c_b L_b(w) + mu/2 |w|^2, with the gradient sum_b c_b grad L_b + mu w.
         risk, total = self.risk, torch.zeros_like(self.risk.theta)
         loss = torch.zeros((), dtype=torch.float64, device=total.device)
         with risk.settings():
@@ -224,6 +229,7 @@ class Watched:
         limits: dict[str, Any] = {"max_steps": TUNING.cold * settings.num_steps}
         start, generator = memory.get(name), self.generator()
         if start is not None and len(start) == op.shape[0]:
+            # The vector has length one, so the random part is `fresh` times as long.
             noise = torch.randn(len(start), generator=generator).to(start)
             start = start.to(op.device) + (TUNING.fresh / noise.norm()).to(start) * noise
             limits = {"max_steps": settings.max_products, "start": start, "certify": "none"}
@@ -254,6 +260,7 @@ class Watched:
         """The largest eigenvalue of the matrix as an adaptive optimiser scales it."""
         if self.edge is None:
             return None
+        # S (H + Gamma) S, for which one threshold holds although learning rates differ.
         return self._warm("preconditioned", self.edge.operator(self.op), largest=1)
 
     @cached_property
@@ -338,6 +345,7 @@ class Watched:
         """Where the last step landed on the parabola along it; see :func:`local_step`."""
         if self.before is None:
             return None
+        # The whole step, so that the parabola has its ends at t = 0 and t = 1.
         direction = self.risk.theta - self.before
         if not bool(direction.any()):
             return -1.0
@@ -347,6 +355,7 @@ class Watched:
         (losses, slopes), (losses_after, slopes_after) = ends  # type: ignore[misc]
         means = [each.mean() for each in (losses, losses_after, slopes, slopes_after)]
         if len(losses) < 2:
+            # One sample has no variance, so all four values count the same.
             variances = [1.0] * 4
         else:
             variances = [float(x.var()) for x in (losses, losses_after, slopes, slopes_after)]

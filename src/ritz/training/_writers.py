@@ -37,6 +37,7 @@ class MlflowWriter:
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         """Log one number, also if the run is no longer the active one."""
+        # An optional library: importing ritz must not need it.
         from mlflow import log_metric
 
         log_metric(tag, scalar_value, step=global_step, run_id=self._id)
