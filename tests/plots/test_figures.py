@@ -76,6 +76,16 @@ def test_a_density_has_an_error_band(matrix, ax, tmp_path, cumulative, ylabel, l
     save(ax, tmp_path)
 
 
+def test_a_second_density_on_a_logarithmic_axis_is_not_cut_off(matrix, ax, tmp_path):
+    wide, narrow = (ritz.density(matrix, num_probes=4, num_steps=20, width=w) for w in (0.5, 0.02))
+    plots.density(wide, ax=ax, log=True)
+    plots.density(narrow, ax=ax, log=True)
+    bottom, top = ax.get_ylim()
+    assert 0 < bottom
+    assert top > max(line.get_ydata().max() for line in ax.lines)
+    save(ax, tmp_path)
+
+
 def test_a_spectrum_is_drawn_over_exact_eigenvalues(matrix, ax, tmp_path):
     spectrum = ritz.lanczos(matrix, num_steps=20)
     exact = matrix.diagonal()
