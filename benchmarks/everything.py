@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 # Arguments of the small forms. Scripts that are not here print how they are used; drawing.py is
 # left out, as it draws the pictures of the documentation.
 SMALL = {
-    "advice": "--seeds 1 --samples 20 --size 8 --repeats 1 --out {out}/advice.json",
+    "advice": "--seeds 1 --samples 70 --size 8 --repeats 1 --out {out}/advice.json",
     "blocks": "--rounds 1 --n 20000",
     "determinants": "--size 200 --seeds 1 --lengthscales .25 --rows 10000 --rounds 1",
     "edge_lists": "--edges 100000",
@@ -31,7 +31,7 @@ SMALL = {
     "maxent": "--rounds 1 --rounds-many 1 --count 10",
     "models": "--models GRU --rounds 1",
     "multiplicity": "--scale 1 --rounds 1",
-    "noise": "--networks mlp --batch 256 --rounds 1",
+    "noise": "--networks mlp --batch 256 --rounds 2",
     "optimizers": "--steps 2 --rounds 1",
     "partial": "--n 2000 --rounds 1",
     "products": "--networks mlp --rounds 1",

@@ -97,10 +97,10 @@ def test_the_gauss_newton_matrix_is_that_of_a_written_loss(name, shift):
     model, batch = build(name), batch_for(name)
 
     def forward(model, batch):
-        logits = model(**batch).logits
-        logits, labels = (logits[:, :-1], batch["labels"][:, 1:]) if shift else (
-            logits, batch["labels"])  # fmt: skip
-        return logits.movedim(-1, 1), labels
+        labels = batch["labels"]
+        if shift:  # the last token predicts nothing
+            labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        return model(**batch).logits.movedim(-1, 1), labels
 
     own = ritz.Risk(model, None, [batch])
     written = ritz.Risk(model, cross_entropy, [batch], forward=forward)
@@ -125,6 +125,8 @@ def test_batches_are_weighted_by_the_labels_that_are_not_ignored():
     assert abs(risk.loss() - mean) < 1e-6
     assert risk.num_samples == sum(counts)
     assert "labels" in repr(risk)
+    text = str(ritz.sharpness(risk, num_steps=2, num_probes=2, matrix="ggn"))
+    assert f"{sum(counts)} labels that are not ignored in batches" in text
 
 
 def test_a_loss_that_is_not_recognised_is_used_as_it_is():

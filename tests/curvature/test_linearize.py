@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ritz.curvature import Risk, fisher, ggn, hessian
 from ritz.curvature._linearize import Linearization, nbytes
 
+UNTRACED = pytest.mark.filterwarnings("ignore:.* cannot be traced")
+
 
 class Sine(torch.autograd.Function):
     """An operation without a forward rule, as those of other libraries are."""
@@ -67,10 +69,12 @@ def made(between, oracle=None, sizes=(5, 3)):
 def test_operations_without_a_forward_rule_use_reverse_over_reverse(operator, dense):
     one = made(Sine.apply, oracle=torch.sin)
     op = operator(one.risk())
-    torch.testing.assert_close(op @ noise(31), dense(one) @ noise(31))
+    torch.testing.assert_close(op.dense(), dense(one))
     assert op.products.plan.startswith("reverse")
+    assert "linearized (no forward" in op.products.plan
     assert "must implement the jvp function" in op.products.plan
-    # Nor has it a rule for blocks.
+    # Nor has it a rule for blocks, which a trace does not need.
+    op = operator(one.risk(), engine="eager")
     torch.testing.assert_close(op.dense(), dense(one))
     assert "one column at a time: You tried to vmap over Sine" in op.products.plan
 
@@ -88,6 +92,7 @@ def test_a_model_with_data_dependent_control_flow_is_linearized(between, operato
     torch.testing.assert_close(op.dense(), dense(one))
 
 
+@UNTRACED
 @pytest.mark.parametrize(("operator", "dense"), [(hessian, dense_hessian), (ggn, dense_ggn)])
 def test_a_model_with_shapes_that_depend_on_values_is_eager_and_the_plan_says_why(operator, dense):
     one = made(reshaped)
@@ -106,6 +111,7 @@ def gathered(outputs, target):
     return functional.cross_entropy(outputs[(target >= 0).nonzero()[:, 0]], target[target >= 0])
 
 
+@UNTRACED
 @pytest.mark.parametrize("loss_fn", [masked, gathered])
 @pytest.mark.parametrize("counts", [(1, 3), (3, 1)])
 def test_a_loss_with_data_dependent_shapes_is_not_traced(loss_fn, counts):
@@ -214,6 +220,7 @@ def test_models_that_write_in_place_are_right(engine):
     torch.testing.assert_close(op.dense(), dense_hessian(one))
 
 
+@UNTRACED
 def test_a_trace_with_a_wrong_product_is_not_used(monkeypatch):
     monkeypatch.setattr(Linearization, "tangent", lambda self, kept, tangent: tangent)
     risk, dense = case("mlp").risk(), dense_hessian(case("mlp"))
@@ -222,6 +229,7 @@ def test_a_trace_with_a_wrong_product_is_not_used(monkeypatch):
     assert "eager (not linearized: the traced product differs by" in op.products.plan
 
 
+@UNTRACED
 def test_a_trace_that_is_not_symmetric_is_not_used(monkeypatch):
     right, calls = Linearization.tangent, []
 
@@ -380,3 +388,21 @@ def test_convolutions_of_zeros_are_removed_from_a_trace(wanted):
     targets = {node.target for node in trace._tangent.graph.nodes}
     assert torch.ops.aten.convolution_backward.default not in targets
     assert not bool(trace.tangent(trace.primal(point), noise(1, 5, 3, 2, 2)).any())
+
+
+def test_a_model_that_cannot_be_traced_warns_once_and_says_how_to_avoid_it():
+    one = made(reshaped)
+    risk, vector = one.risk(), noise(31)
+
+    with pytest.warns(UserWarning, match="Middle cannot be traced, so each product") as caught:
+        hessian(risk) @ vector
+    ggn(risk) @ vector  # a second warning would be an error
+    hessian(risk.at(2 * risk.theta)) @ vector
+
+    assert len(caught) == 1
+    assert "2 to 4 gradients, instead of 1 to 2" in str(caught[0].message)
+    assert "Pass engine='eager'" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hessian(one.risk(), engine="eager") @ vector
+        hessian(made(torch.tanh).risk()) @ vector

@@ -8,6 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ritz
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* cannot be traced")
+
 
 class Packed(nn.Module):
     """A recurrent network over packed sequences, whose lengths leave torch."""

@@ -76,6 +76,16 @@ def test_a_density_has_an_error_band(matrix, ax, tmp_path, cumulative, ylabel, l
     save(ax, tmp_path)
 
 
+def test_a_second_density_on_a_logarithmic_axis_is_not_cut_off(matrix, ax, tmp_path):
+    wide, narrow = (ritz.density(matrix, num_probes=4, num_steps=20, width=w) for w in (0.5, 0.02))
+    plots.density(wide, ax=ax, log=True)
+    plots.density(narrow, ax=ax, log=True)
+    bottom, top = ax.get_ylim()
+    assert 0 < bottom
+    assert top > max(line.get_ydata().max() for line in ax.lines)
+    save(ax, tmp_path)
+
+
 def test_a_spectrum_is_drawn_over_exact_eigenvalues(matrix, ax, tmp_path):
     spectrum = ritz.lanczos(matrix, num_steps=20)
     exact = matrix.diagonal()
@@ -121,7 +131,7 @@ def test_panels_share_one_legend(matrix):
 def assert_within_its_figure(legend, *panels):
     """The legend is inside the figure and covers no panel."""
     figure = legend.figure
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     box = legend.get_window_extent()
     assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
     assert box.y1 <= figure.bbox.y1
@@ -180,7 +190,7 @@ def test_a_long_tick_label_is_not_cut_at_the_edge():
     figure, (ax,) = plots.panels()
     ax.set_xticks([0, 1], ["first", "a label that is long enough to stand out"])
     ax.set_xlim(-0.1, 1.1)
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     label = ax.get_xticklabels()[1].get_window_extent()
     assert label.x1 <= figure.bbox.x1 - 0.08 * figure.dpi  # inches
     pyplot.close(figure)
@@ -280,7 +290,7 @@ def test_infinite_losses_are_gaps_and_keep_the_range_of_steps(ax, bad):
     loss = valley().loss.clone()
     loss[:, :2] = bad
     plots.landscape(valley(loss=loss), ax=ax, log=True)
-    ax.figure.canvas.draw()
+    ax.figure.draw_without_rendering()
     low, high = ax.get_xlim()
     assert low < -1 < 1 < high
     assert ax.get_ylim()[1] < 10
@@ -300,7 +310,7 @@ def test_labels_of_neighbouring_panels_do_not_touch():
     figure, axes = plots.panels(1, 2, width=4.4, height=3.0)
     for ax in axes:
         plots.landscape(valley(), ax=ax)
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     right = figure.axes[2].yaxis.label.get_window_extent()
     left = axes[1].yaxis.label.get_window_extent()
     assert figure.axes[2].get_ylabel() == "accuracy (%)"

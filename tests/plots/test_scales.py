@@ -40,7 +40,7 @@ def test_infinite_and_huge_values_are_gaps_that_isolate_points():
 
 def labels(axis):
     """Labels of the visible ticks."""
-    axis.axes.figure.canvas.draw()
+    axis.axes.figure.draw_without_rendering()
     low, high = sorted(axis.get_view_interval())
     seen = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
     return [tick.label1.get_text() or tick.label2.get_text() for tick in seen]

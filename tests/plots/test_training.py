@@ -153,7 +153,7 @@ def test_several_runs_have_one_colour_each(log):
 def test_many_runs_look_different_and_their_legend_covers_no_panel(log, count):
     axes = plots.training_curves({f"run with a long name {k}": log for k in range(count)})
     figure = axes[0].figure
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     (shared,) = figure.legends
     box = shared.get_window_extent()
     assert len(shared.get_texts()) == 3 * count
@@ -227,7 +227,7 @@ def test_infinite_losses_keep_the_range_of_epochs(bad):
         epoch(k, train_loss=bad if k in (1, 5) else 1 / k, test_loss=bad) for k in range(1, 6)
     ]
     loss, _ = plots.training_curves({"run": records})
-    loss.figure.canvas.draw()
+    loss.figure.draw_without_rendering()
     low, high = loss.get_xlim()
     assert low < 1 < 5 < high
     assert loss.get_ylim()[1] < 1

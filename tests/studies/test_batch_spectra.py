@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 import ritz
+from ritz.curvature import hessian
 from ritz.studies import batch_spectra, write
 from ritz.studies.batch_spectra import PREDICTIONS, SIZES, Config, run
 
@@ -15,6 +18,8 @@ SMALL = Config(
     matrices=("hessian",),
     train_size=25,
     num_seeds=1,
+    shown=50,
+    num_steps=15,
 )
 
 
@@ -48,6 +53,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(result, tmp_path):
     run(SMALL, state=state)
     assert state.is_file()
     again = run(SMALL, state=state)
+    assert again.spectra["logistic, hessian"].keys() == {"all data", "a batch"}
     assert torch.equal(again.measured, result.measured)
     assert torch.equal(again.predicted.nan_to_num(), result.predicted.nan_to_num())
 
@@ -65,6 +71,54 @@ def test_the_table_says_what_to_trust(result):
     assert [row.verdict for row in rows[:2]] == ["extends", "extends"]
     assert "additive prediction" in rows[2].what
     assert "8: -" in rows[2].measured  # too low for batches of 8
+
+
+def test_the_spectra_are_those_of_all_data_and_of_the_batch(result):
+    ((_, risk),) = batch_spectra._trained(replace(SMALL, epochs=(3,)), "logistic", 0)
+    rows = torch.randperm(150, generator=torch.Generator().manual_seed(0))[:50]
+    pair = result.spectra["logistic, hessian"]
+    for spectrum, one in ((pair["all data"], risk), (pair["a batch"], risk.samples(rows))):
+        exact = torch.linalg.eigvalsh(hessian(one) @ torch.eye(one.space.size))
+        # 15 steps find the largest of 650 eigenvalues, and no Ritz value exceeds it.
+        assert float(spectrum.values[-1]) == pytest.approx(float(exact[-1]), rel=1e-3)
+    assert "bulk from" in str(result)
+
+
+@pytest.mark.parametrize(("exponent", "verdict"), [(-0.25, "agrees"), (-0.5, "differs")])
+def test_the_exponent_of_the_spread_is_found(result, exponent, verdict):
+    # Batches without replacement have the variance of 1/b = 1/B - 1/N.
+    sizes = torch.tensor([size / (1 - size / 150) for size in SMALL.batch_sizes])
+    measured = result.measured.clone()
+    measured[1] = measured[0] * sizes**exponent
+    (row,) = batch_spectra._correction(replace(result, measured=measured))
+    assert row.verdict == verdict
+    assert row.measured.startswith(str(exponent))
+
+
+def test_a_wider_spectrum_of_a_batch_is_evidence(result):
+    full = result.spectra["logistic, hessian"]["all data"]
+    pair = {"all data": full, "a batch": replace(full, values=1.5 * full.values)}
+    (row,) = batch_spectra._broadening(replace(result, spectra={"logistic, hessian": pair}))
+    assert row.measured == "largest 1.50; second 1.50; bulk 1.50"
+    assert row.verdict == "agrees"
+    pair = {"all data": pair["a batch"], "a batch": full}
+    (row,) = batch_spectra._broadening(replace(result, spectra={"logistic, hessian": pair}))
+    assert row.verdict == "differs"
+
+
+def test_a_model_that_does_not_apply_to_a_network_is_named(result):
+    predicted = result.predicted.clone()
+    predicted[PREDICTIONS.index("multiplicative"), 0] = float("nan")
+    rows = batch_spectra.evidence(replace(result, predicted=predicted))
+    assert "it does not apply to logistic" in rows[3].why
+    assert rows[3].verdict == "differs"  # nothing agrees
+
+
+def test_a_result_without_spectra_is_drawn(result):
+    earlier = replace(result, spectra={})
+    assert len(batch_spectra.figure(earlier).axes) == 2
+    assert len(batch_spectra.figure(result).axes) == 3
+    assert "bulk from" not in str(earlier)
 
 
 def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
@@ -88,6 +142,8 @@ def test_sizes_are_valid_configurations():
         {"batch_sizes": ()},
         {"epochs": (0,)},
         {"num_batches": (1,)},
+        {"shown": 5000},
+        {"num_steps": 2},
         {"num_seeds": 0},
         {"rate": 0.0},
     ],

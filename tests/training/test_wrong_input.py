@@ -162,7 +162,7 @@ def test_a_run_is_resumed_with_the_same_settings(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantities": "trace"}, "quantities must be a list of .*lambda_max"),
+        ({"quantities": "trace"}, "quantities must be a list of alpha, .*; got .trace."),
         ({"quantities": []}, "quantities must be a list of"),
         ({"quantities": ["norm"]}, "quantities must be one of"),
         ({"every": 0}, "every must be at least 1"),

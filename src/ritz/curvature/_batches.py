@@ -66,7 +66,7 @@ class Batches:
         sizes: Number of samples in each batch of the data, by ``count``.
         rows: Number of rows of the tensors with one row per sample, in each batch.
         held: Whether the batches are in memory.
-        first: Number and first batch of this process, until :meth:`forget`; ``None`` without any.
+        first: Number and first batch of this process; ``None`` without any.
         defaulted: Whether ``batch_size`` is the default.
     """
 
@@ -144,10 +144,6 @@ class Batches:
         if not self.sizes:
             raise ValueError("data must contain at least one batch, got none")
         self._in_memory, self.held = batches, batches is not None
-
-    def forget(self) -> None:
-        """Release the first batch, unless all batches are in memory."""
-        self.first = None
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         """Yield this process's batches with their numbers, always in the same order."""

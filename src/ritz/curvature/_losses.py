@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, final
@@ -14,6 +14,13 @@ from torch.nn import functional
 
 from ritz._core.batches import split_labels
 from ritz._core.checks import check_range, is_below
+from ritz._core.entropy import (
+    chunked_entropy,
+    chunked_hessian,
+    is_large,
+    output_parts,
+    places_of,
+)
 
 # ------------------------------------------------------------------------------------------
 # Losses of torch as functions of the outputs f, with derivatives in closed form.
@@ -58,6 +65,8 @@ class KnownLoss:
         """Return the Hessian in the outputs times ``tangent``, of the same shape."""
         if self.kind != "cross_entropy":
             return tangent * self._second_derivative(outputs)
+        if is_large(outputs, target):
+            return chunked_hessian(outputs, target, tangent, self.ignore_index, self.smoothing)
         # (diag(p) - p p') t, with p = softmax(f)
         p = outputs.softmax(1)
         mixed = p * tangent
@@ -142,9 +151,13 @@ class KnownLoss:
         uniform = torch.rand(shape, generator=generator, dtype=torch.float64).to(outputs.device)
         if binary:
             return (uniform < outputs.sigmoid()).to(outputs.dtype)
-        # The class whose interval of the cumulative distribution holds the uniform number.
-        below = outputs.double().softmax(1).cumsum(1) < uniform.unsqueeze(1)
-        drawn = below.sum(1).clamp_max(outputs.shape[1] - 1)  # roundoff: the sum may be below 1
+        drawn = torch.empty(shape, dtype=torch.int64, device=outputs.device)
+        for part in output_parts(outputs):
+            # The class whose interval of the cumulative distribution holds the uniform number.
+            sums = outputs[part].double().softmax(1).cumsum_(1)
+            below = sums < places_of(uniform, part).unsqueeze(1)
+            # Roundoff: the last sum may be below 1.
+            places_of(drawn, part).copy_(below.sum(1).clamp_max(outputs.shape[1] - 1))
         if target.is_floating_point():
             return drawn
         return torch.where(target == self.ignore_index, target, drawn)
@@ -224,6 +237,15 @@ def check_log_probabilities(loss_fn: Any, outputs: Any) -> None:
             )
 
 
+def mean_entropy(outputs: Tensor, target: Tensor, loss: KnownLoss | None = None) -> Tensor:
+    """Return the cross-entropy of labels, in chunks if the outputs are large."""
+    loss = loss or KnownLoss(kind="cross_entropy")
+    if is_large(outputs, target):
+        return chunked_entropy(outputs, target, loss.ignore_index, loss.smoothing)
+    options: Any = {"ignore_index": loss.ignore_index, "label_smoothing": loss.smoothing}
+    return functional.cross_entropy(outputs, target, **options)
+
+
 def output_hessian(
     loss_fn: Any, outputs: Any, target: Any, tangent: Any, reverse: bool = False
 ) -> Any:
@@ -289,6 +311,18 @@ def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
     if weight is None:
         return counted.sum()
     return (weight.to(target.device)[torch.where(counted, target, 0)] * counted).sum()
+
+
+def check_loss(loss: Any, index: int) -> None:
+    """Raise unless a loss is one finite number."""
+    if not isinstance(loss, Tensor) or loss.ndim:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn must return one number, the mean over the batch, got {got} in batch "
+            f"{index}: use reduction='mean'"
+        )
+    if not bool(torch.isfinite(loss)):
+        raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")
 
 
 def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: bool = True) -> None:
@@ -375,26 +409,56 @@ class OwnLoss:
     Attributes:
         tokens: Logits are ``(batch, tokens, classes)`` and labels ``(batch, tokens)``.
         shift: The logits of a token predict the label of the next one, as in a decoder.
+        labelled: The model needs the labels for its logits. Otherwise it is called without, so
+            that it does not compute its own loss, which takes several copies of the logits.
     """
 
     tokens: bool
     shift: bool
+    labelled: bool = True
 
     def outputs(self, logits: Tensor) -> Tensor:
         """Return the logits with the classes along axis 1, one for each label of :meth:`target`."""
-        shifted = logits[:, :-1] if self.shift else logits
-        return shifted.movedim(-1, 1) if self.tokens else shifted
+        return logits.movedim(-1, 1) if self.tokens else logits
 
     def target(self, labels: Tensor) -> Tensor:
         """Return the labels that the outputs predict."""
-        return labels[:, 1:] if self.shift else labels
+        # The last token predicts nothing. Its label is ignored, as a slice of the logits would be
+        # one more tensor of their size in each derivative.
+        return functional.pad(labels[:, 1:], (0, 1), value=-100) if self.shift else labels
 
     def num_terms(self, labels: Tensor) -> int:
         """Return the number of labels that are not ignored: the weight of a batch in the mean."""
         return int((self.target(labels) != -100).sum())
 
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keywords that the model is called with."""
+        return {key: batch[key] for key in batch if self.labelled or key != "labels"}
 
-def recognized_loss(outputs: Any, labels: Any) -> OwnLoss | None:
+
+def recognized_loss(call: Callable[[Mapping[str, Any]], Any], batch: Any) -> OwnLoss | None:
+    """Return how a model computes its own loss on a batch, or ``None`` if it is not known.
+
+    Args:
+        call: Calls the model with keywords, and returns ``None`` if that fails.
+        batch: The batch.
+    """
+    outputs = call(batch)
+    own = _form_of_loss(outputs, split_labels(batch)[2])
+    if own is None:
+        return None
+    plain = replace(own, labelled=False)
+    again = call(plain.inputs(batch))
+    first, second = (_value(each, "logits") for each in (outputs, again))
+    same = isinstance(second, Tensor) and torch.equal(first, second)
+    return plain if same else own
+
+
+def _value(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def _form_of_loss(outputs: Any, labels: Any) -> OwnLoss | None:
     """Return how a model computes its loss, if it returns ``loss`` and ``logits`` and it is known.
 
     It is known if cross-entropy of the logits and labels, shifted by a token or not, has the same
@@ -402,10 +466,7 @@ def recognized_loss(outputs: Any, labels: Any) -> OwnLoss | None:
     """
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
-    logits, loss = (
-        outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
-        for name in ("logits", "loss")
-    )
+    logits, loss = (_value(outputs, name) for name in ("logits", "loss"))
     if not isinstance(logits, Tensor) or not isinstance(loss, Tensor) or loss.ndim:
         return None
     tokens = logits.ndim == 3 and logits.shape[:2] == labels.shape
@@ -414,7 +475,7 @@ def recognized_loss(outputs: Any, labels: Any) -> OwnLoss | None:
     for shift in (True, False) if tokens else (False,):
         own = OwnLoss(tokens=tokens, shift=shift)
         if logits.shape[-1] > 1 and own.num_terms(labels):
-            value = functional.cross_entropy(own.outputs(logits).float(), own.target(labels))
+            value = mean_entropy(own.outputs(logits).float(), own.target(labels))
             # Many models compute their loss in float32, whatever the dtype of their weights.
             if is_below(abs(float(value) - float(loss)), 1e-5 * abs(float(loss))):
                 return own
@@ -456,6 +517,9 @@ class Adapter(nn.Module):
         self.loss_fn = SimpleNamespace(call=loss_fn)
         known = known_loss(loss_fn)
         self.squared = known is not None and known.kind == "squared_error"
+        # Cross-entropy of scores, whose derivatives need not keep copies of large outputs.
+        scores = known is not None and known.kind == "cross_entropy"
+        self.entropy = known if scores and not _takes_log_probabilities(loss_fn) else None
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """Return outputs and target of a batch; loss and ``None`` if the model returns the loss."""
@@ -469,8 +533,7 @@ class Adapter(nn.Module):
                 raise TypeError(f"forward must return (outputs, target), got {kind}")
             return result
         if self.own is not None:
-            # With the labels, which some models make inputs of.
-            logits = _field(self.model(**batch), "logits")
+            logits = _field(self.model(**self.own.inputs(batch)), "logits")
             return self.own.outputs(logits), self.own.target(batch["labels"])
         if without_loss and named:
             return _field(self.model(**batch), "loss"), None
@@ -489,6 +552,11 @@ class Adapter(nn.Module):
             outputs = _field(outputs, "logits")
         return outputs, target
 
+    @property
+    def by_label(self) -> bool:
+        """Whether batches are weighted by their labels that are not ignored."""
+        return self.own is not None and self.own.tokens
+
     def target(self, batch: Any) -> Any:
         """Return the target of a batch if it is known without a call of the model, or ``None``."""
         if self.custom is not None or self.loss_fn.call is None:
@@ -500,6 +568,8 @@ class Adapter(nn.Module):
         """Return the mean loss of a batch."""
         if self.loss_fn.call is None:
             return outputs  # the loss itself
+        if self.entropy is not None and isinstance(outputs, Tensor) and is_large(outputs, target):
+            return mean_entropy(outputs, target, self.entropy)
         if not self.squared:
             return self.loss_fn.call(outputs, target)
         _check_one_tensor(outputs)
@@ -511,7 +581,7 @@ class Adapter(nn.Module):
 
 
 def _field(outputs: Any, name: str) -> Any:
-    value = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+    value = _value(outputs, name)
     if value is None:
         kind = type(outputs).__name__
         raise ValueError(f"the model must return an output with {name!r}, got {kind}: {FORWARD}")

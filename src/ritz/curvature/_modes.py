@@ -1,6 +1,8 @@
 """A point in weight space, and the modes of model and torch in which all derivatives exist."""
 
+import math
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
+from torch._functorch.autograd_function import custom_function_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrizations import _WeightNorm
@@ -132,6 +136,16 @@ def copy_state(
         return space, space.flatten(values), state, cast
 
 
+def restore_buffers(model: nn.Module, constants: Params) -> list[str]:
+    """Restore the copies of buffers that calls of a model wrote to, and return their names."""
+    buffers = dict(model.named_buffers())
+    # A copy of a tensor is at version 0, and every operation in place adds one.
+    written = [name for name in constants if name in buffers and constants[name]._version]
+    for name in written:
+        constants[name] = buffers[name].detach().to(constants[name], copy=True)
+    return written
+
+
 def as_leaves(params: Params) -> Params:
     """Return the parameters as tensors that autograd differentiates with respect to."""
     return {name: value.detach().requires_grad_() for name, value in params.items()}
@@ -207,10 +221,12 @@ def product_modes(
     precision: Precision | None,
     device: torch.device,
     constant: bool = False,
+    formulas: bool = False,
 ) -> Iterator[None]:
     """Set the modes in which a model is differentiated for the block.
 
-    With ``constant``, statistics of a batch are constants for derivatives.
+    With ``constant``, statistics of a batch are constants for derivatives. With ``formulas``,
+    operations are written out; a third of the time of a small gradient, so only if needed.
     """
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
@@ -221,10 +237,18 @@ def product_modes(
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(arithmetic(precision))
         stack.enter_context(without_warnings_of_fallbacks())
+        stack.enter_context(_functions_traced())
         if device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in model.modules()):
             # The recurrent kernels of cuDNN have no second derivatives either.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        if any(map(_needs_formulas, model.modules())):
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            # Compiled parts of a model can be neither traced nor differentiated twice.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            config: Any = sys.modules["torch._dynamo"].config
+            nested = config.error_on_nested_fx_trace
+            stack.callback(setattr, config, "error_on_nested_fx_trace", nested)
+            config.error_on_nested_fx_trace = False
+        if formulas or any(map(_needs_formulas, model.modules())):
             stack.enter_context(_Formulas())
         if constant:
             stack.enter_context(constant_statistics())
@@ -240,6 +264,22 @@ def without_warnings_of_fallbacks() -> Iterator[None]:
         yield
     finally:
         warn(True)  # the default
+
+
+@contextmanager
+def _functions_traced() -> Iterator[None]:
+    """Give autograd functions a rule under functionalize, which has none in torch.
+
+    A trace begins with functionalize, so at its level all derivatives have been taken: what is left
+    of a function is its forward pass.
+    """
+    rules, level = custom_function_call.functorch_table, TransformType.Functionalize
+    before = rules[level]
+    rules[level] = lambda interpreter, function, *inputs: function.forward(*inputs)
+    try:
+        yield
+    finally:
+        rules[level] = before
 
 
 @contextmanager
@@ -319,6 +359,65 @@ def _embedding(
     return torch.where(padding, rows.detach(), rows)
 
 
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    # In torch it has no second derivative. Here it is a sum of rows by number of bag.
+    entries = input.flatten()
+    rows = functional.embedding(entries, weight, None, max_norm, norm_type)
+    place = torch.arange(len(entries), device=input.device)
+    if offsets is None:
+        count, bags = len(input), place // input.shape[1]
+    else:
+        count = len(offsets) - include_last_offset
+        bags = torch.searchsorted(offsets[:count].contiguous(), place, right=True) - 1
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.flatten().unsqueeze(1)
+    # Entries of the padding belong to an additional bag, which is dropped.
+    if padding_idx is not None:
+        bags = torch.where(entries == padding_idx % len(weight), count, bags)
+    if mode == "max":
+        return _largest_rows(rows, bags, count)
+    sums = rows.new_zeros(count + 1, rows.shape[1]).index_add(0, bags, rows)[:count]
+    if mode == "sum":
+        return sums
+    ones = rows.new_ones(len(bags))
+    sizes = rows.new_zeros(count + 1).index_add(0, bags, ones)[:count]
+    return sums / sizes.clamp_min(1).unsqueeze(1)
+
+
+def _largest_rows(rows: Tensor, bags: Tensor, count: int) -> Tensor:
+    """Return the largest entry of each column in each bag; zero for an empty bag."""
+    number, width = rows.shape
+    with torch.no_grad():
+        values, index = rows.detach(), bags.unsqueeze(1).expand(number, width)
+        low = values.new_full((count + 1, width), -math.inf)
+        largest = low.scatter_reduce(0, index, values, "amax").gather(0, index)
+        # The first of the entries that are largest, as in torch; beyond the last if there is none.
+        place = torch.arange(number, device=rows.device).unsqueeze(1).expand(number, width)
+        first = torch.full((count + 1, width), number, device=rows.device)
+        first = first.scatter_reduce(
+            0, index, torch.where(values == largest, place, number), "amin"
+        )[:count]
+    return torch.cat([rows, rows.new_zeros(1, width)]).gather(0, first)
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    # In torch it has no second derivative, unlike the same function by hardtanh.
+    value = functional.hardtanh(input + 3, 0.0, 6.0) / 6
+    return input.copy_(value) if inplace else value
+
+
 def _constant_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -347,7 +446,23 @@ def constant_statistics() -> TorchFunctionMode:
 _REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
     torch._weight_norm: _weight_norm,
     functional.embedding: _embedding,
+    functional.embedding_bag: _embedding_bag,
+    functional.hardsigmoid: _hardsigmoid,
 }
+
+
+class WrittenOut(TorchFunctionMode):
+    """Notes in ``used`` whether operations are called that have no second derivative in torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.used |= func in (functional.embedding_bag, functional.hardsigmoid)
+        return func(*args, **(kwargs or {}))
 
 
 def _needs_formulas(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch.func import vmap
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten
 
+from ritz._core import entropy
 from ritz._core.batches import tensors
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, batch_norms, differentiable, searched_convolutions
@@ -77,8 +79,8 @@ class Products:
     which does not depend on the vector, and a tangent part. The primal part is cached while it fits
     ``memory``; later products compute the tangent part alone. ``eager`` differentiates the model
     again in every product. ``auto`` is ``linearized`` if the model can be traced and the trace
-    gives the same product, else ``eager``. If a GPU runs out of memory, blocks are cut into fewer
-    columns, then batches into fewer samples.
+    gives the same product, else ``eager``, with one warning. If a GPU runs out of memory, blocks
+    are cut into fewer columns, then batches into fewer samples.
 
     Args:
         risk: The loss at a point.
@@ -92,7 +94,8 @@ class Products:
             minutes, at the first product).
         memory: Bytes for cached primal parts. Defaults to 2 GiB, or half the free memory of a GPU.
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU,
-            where a block costs more than its columns.
+            where a block costs more than its columns, and for large outputs, such as those of a
+            vocabulary.
         shift: The multiple :math:`\mu` of the identity.
         extra: Further data of a batch, by the number of the batch.
     """
@@ -121,7 +124,11 @@ class Products:
         self.risk, self.shift, self.extra = risk, shift, extra
         if block_size is None:
             convolves = any(isinstance(module, _ConvNd) for module in risk.model.modules())
-            block_size = 1 if convolves and not risk.theta.is_cuda else LIMITS.block_size
+            # A column of large outputs is work enough, and needs several copies of them.
+            alone = (
+                convolves and not risk.theta.is_cuda
+            ) or risk.num_outputs > entropy.TUNING.large
+            block_size = 1 if alone else LIMITS.block_size
         self.block_size = block_size
         self._ways, self._compile = ways, compile
         self._memory = self._room = memory
@@ -280,6 +287,7 @@ class Products:
                 raise RuntimeError(f"engine='linearized' needs a traceable model: {no_trace}")
             if self._choice.engine != "eager":
                 self._choice.engine = "eager" if no_trace else "linearized"
+                self._warn_if_slow(no_trace)
             if primal is None and self._reversed and column is self._ways[0][1]:
                 name, column = self._second_way(context, u, product, (name, column))
             notes = problems + ([f"not linearized: {no_trace}"] if no_trace else [])
@@ -289,6 +297,21 @@ class Products:
         with suppress(NotImplementedError, RuntimeError):  # the gradient may fail as well
             self.risk.diagnose()
         raise RuntimeError("the loss cannot be differentiated twice: " + "; ".join(problems))
+
+    def _warn_if_slow(self, no_trace: str) -> None:
+        """Warn, once for a risk and all that are made from it, if the model cannot be traced."""
+        if not no_trace or self.risk.warned:
+            return
+        self.risk.warned.append(no_trace)
+        # Measured on the CPU: GPT-2, BERT, ViT, MLP and convolutions; see hessian().
+        warnings.warn(
+            f"{type(self.risk.model).__name__} cannot be traced, so each product evaluates and "
+            "differentiates it again, which costs 2 to 4 gradients, instead of 1 to 2 for a traced "
+            "model. What prevents it is usually code in forward() that leaves torch or depends on "
+            "values: .item(), .numpy(), packed sequences, masks as indices. Pass engine='eager' to "
+            f"accept it without this warning. The reason: {no_trace}",
+            stacklevel=2,
+        )
 
     def _second_way(
         self, context: Context, u: Tensor, Au: Tensor, first: tuple[str, Column]

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad
 from torch.nn import functional
 
 from ritz._core import modes
-from ritz._core.batches import Batch, is_rows, join_rows, num_rows, split_labels, take_rows, tensors
+from ritz._core.batches import Batch, is_rows, join_rows, num_rows, take_rows, tensors
 from ritz._core.checks import (
     check_choice,
     check_count,
@@ -25,7 +25,7 @@ from ritz._core.checks import (
     is_below,
 )
 from ritz._core.distributed import Group, all_sum, rank, world_size
-from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_norms
+from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_norms, unwrapped
 from ritz._core.params import ParamSpace
 from ritz._core.progress import Progress
 from ritz.curvature import _losses as losses
@@ -37,11 +37,13 @@ from ritz.curvature._modes import (
     Context,
     Params,
     Selection,
+    WrittenOut,
     as_leaves,
     attempt,
     copy_state,
     derivatives,
     product_modes,
+    restore_buffers,
     select_names,
 )
 
@@ -57,11 +59,10 @@ class Risk:
 
     Parameters and buffers are copied. The model is never changed: not its weights, its running
     statistics or its mode. Memory: one vector of parameters, the buffers, and up to 4 GiB of data,
-    which are read once. Data beyond that are loaded again in every pass, and a checksum detects
-    changes.
+    read once. Data beyond that are loaded again in every pass; a checksum detects changes.
 
     Args:
-        model: Any module.
+        model: Any module. ``torch.compile`` and DDP are unwrapped, also from names of parameters.
         loss_fn: Takes outputs and target of a batch, returns the *mean* loss over its samples. Any
             callable, such as ``torch.nn.functional.cross_entropy``. ``None`` if the model returns
             its own loss, as Hugging Face models do. If the first batch shows that this loss is the
@@ -84,13 +85,11 @@ class Risk:
         dropout: ``off`` (the default), or ``fixed``: dropout layers use one mask per batch, the
             same in every pass. Dropout inside attention and recurrent layers stays off.
         batch_size: Samples per batch if ``data`` holds all samples at once. Defaults to 512.
-            Required for ``batch_norm="train"``, because the loss then depends on it.
-        freeze: Keep the batches of the first pass in memory. Accepts loaders that shuffle or
-            augment.
-        max_samples: Use a random subset of at most this many samples (rows of the tensors), drawn
-            once and kept in memory. It depends on ``seed`` and the data alone. A loader whose
-            samples have numbers fetches these alone; any other one is read once. With
-            ``sharing="own"``, each process draws its part of them.
+            Required for ``batch_norm="train"``, as the loss then depends on it.
+        freeze: Keep the batches of the first pass in memory, also if a loader shuffles or augments.
+        max_samples: Use a random subset of at most this many samples (rows of tensors), drawn once
+            by ``seed`` and kept in memory. A loader whose samples have numbers fetches these alone;
+            any other one is read once. With ``sharing="own"``, each process draws its part.
         count: Function that takes a batch and returns its number of samples, which is its weight
             in the mean. Defaults to the length of the first tensor. For a loss that averages over
             tokens, return the number of tokens that are not ignored.
@@ -143,9 +142,13 @@ class Risk:
         check_choice("sharing", sharing, ("split", "own", "none"))
         check_range("l2", l2, low=0.0)
         losses.check_reduction(loss_fn)
-        self.model, self.loss_fn = model, loss_fn
+        # Compiled code has no second derivatives; the products are those of the plain model.
+        self.model, self.loss_fn = (model := unwrapped(model)), loss_fn
         self.batch_norm, self.dropout, self.l2, self.seed = batch_norm, dropout, float(l2), seed
         self.sharing, self.group, self.precision = sharing, group, precision
+        self.warned: list[str] = []  # shared with risks made from this one
+        self._written: list[str] = []  # buffers that the model writes to, such as counters
+        self._formulas = False  # operations are written out
         self._constant = False  # statistics of a batch are constants for derivatives
         self.adapter = Adapter(model, loss_fn, forward)
         self.space, self.theta, self._constants, cast = copy_state(model, params, precision)
@@ -160,7 +163,6 @@ class Risk:
         }
         self._recognized = False  # whether the model's own loss was looked at
         if max_samples is not None and sharing == "own":
-            # Every process has a part of the data, from which it draws its part of the samples.
             check_count("max_samples", max_samples, low=world_size(group))
             max_samples = len(range(rank(group), max_samples, world_size(group)))
         self._read(data, batch_size, max_samples=max_samples, seed=seed, progress=progress)
@@ -172,7 +174,6 @@ class Risk:
         self.linear_loss = False
         self._outputs: Any = None  # outputs of one sample, to check labels against
         self._outputs = _inspect_first_batch(self)
-        self._batches.forget()
         self._check_held_labels()
 
     def _count_terms(self, batch: Batch) -> int:
@@ -183,12 +184,13 @@ class Risk:
         if not self._recognized:
             self._recognized = True
             here = move_batch(batch, self.space.device, self._reading["dtype"])
-            labels = split_labels(here)[2]
             with torch.no_grad(), self.settings():
+                call = partial(functional_call, self.model, self.params | self._constants, ())
                 # A model that cannot be called in this way fails later, with a better message.
-                state, call = self.params | self._constants, partial(functional_call, self.model)
-                outputs, _ = attempt(partial(call, state, (), here), *UNSUITABLE)
-            if (own := losses.recognized_loss(outputs, labels)) is not None:
+                own = losses.recognized_loss(
+                    lambda keywords: attempt(partial(call, keywords), *UNSUITABLE)[0], here
+                )
+            if own is not None:
                 self.loss_fn = functional.cross_entropy
                 self.adapter = Adapter(self.model, self.loss_fn, None, own)
         own = self.adapter.own
@@ -236,6 +238,8 @@ class Risk:
     def evaluate(self, params: Params, context: Context) -> tuple[Any, Any]:
         """Return outputs and target of a batch at other values of the chosen parameters."""
         state = {f"model.{name}": value for name, value in (params | context.constants).items()}
+        # Every call finds the buffers as they were.
+        state |= {f"model.{name}": context.constants[name].clone() for name in self._written}
         with modes.masked_dropout(self.model, context.masks):
             pair: tuple[Any, Any] = functional_call(self.adapter, state, (context.batch,))
         return pair
@@ -278,7 +282,6 @@ class Risk:
             check_finite(f"parameter {name!r}", value)
         if data is not None:
             other._read(data, batch_size)
-            other._batches.forget()
             other._check_batch_norm(self.batch_norm)
             other._check_held_labels()
         return other
@@ -377,6 +380,11 @@ class Risk:
         return self._batches.rows
 
     @property
+    def num_outputs(self) -> int:
+        """Number of outputs of the largest batch of this process; 0 if they are not a tensor."""
+        return 0 if self._outputs is None else self._outputs.numel() * max(self.batch_rows)
+
+    @property
     def separable(self) -> bool:
         """Whether the outputs of a sample do not depend on the other samples of its batch."""
         if self._constant:
@@ -469,6 +477,7 @@ class Risk:
             precision=self.precision,
             device=self.theta.device,
             constant=self._constant,
+            formulas=self._formulas,
         )
 
     def diagnose(self) -> None:
@@ -479,14 +488,13 @@ class Risk:
                     outputs, target = self.evaluate(self.params, context)
                 check_labels(self.loss_fn, outputs, target, f"batch {index}")
                 gradient, loss = self.batch_gradient(context)
-                _check_loss(loss, index)
+                losses.check_loss(loss, index)
                 check_finite(f"the gradient of batch {index}, at a loss of {loss:.6g},", gradient)
 
     def __repr__(self) -> str:
-        by_label = self.adapter.own is not None and self.adapter.own.tokens
         parts = [
             f"{type(self.model).__name__}, {self.space.size:,} parameters",
-            f"{self.num_samples:,} " + ("labels" if by_label else "samples"),
+            f"{self.num_samples:,} " + ("labels" if self.adapter.by_label else "samples"),
             f"batch norm {self.batch_norm}" if batch_norms(self.model) else "",
             f"l2 {self.l2:g}" if self.l2 else "",
             "dropout fixed" if self.dropout == "fixed" else "",
@@ -573,9 +581,12 @@ def _inspect_first_batch(risk: Risk) -> Any:
         index, batch = risk._batches.first
         context = risk.context(risk.constants(), index, batch)
         with torch.no_grad(), risk.settings():
-            outputs, target = risk.evaluate(risk.params, context)
+            with WrittenOut() as noted:
+                outputs, target = risk.evaluate(risk.params, context)
+            risk._formulas = noted.used
             if not torch.equal(risk.theta, before):
                 raise ValueError("model must not change its parameters: does it use max_norm?")
+            risk._written = restore_buffers(risk.model, risk._constants)
             known = known_loss(risk.loss_fn)
             if known is not None and not isinstance(outputs, Tensor):
                 kind = type(outputs).__name__
@@ -590,7 +601,7 @@ def _inspect_first_batch(risk: Risk) -> Any:
                 risk.linear_loss = not problem and not bool(curvature.any())
             first = risk.adapter.loss(outputs, target)
             again = risk.batch_loss(risk.params, context)
-        _check_loss(first, index)
+        losses.check_loss(first, index)
         if known is None:
             _check_not_sum(risk, context, index)
         gap = abs(float(first) - float(again))
@@ -601,17 +612,6 @@ def _inspect_first_batch(risk: Risk) -> Any:
             )
         return outputs[:1] if isinstance(outputs, Tensor) and outputs.ndim > 1 else None
     return None
-
-
-def _check_loss(loss: Any, index: int) -> None:
-    if not isinstance(loss, Tensor) or loss.ndim:
-        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"loss_fn must return one number, the mean over the batch, got {got} in batch "
-            f"{index}: use reduction='mean'"
-        )
-    if not bool(torch.isfinite(loss)):
-        raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")
 
 
 def _check_not_sum(risk: Risk, context: Context, index: int) -> None:

@@ -37,6 +37,8 @@ class Summary:
         num_samples: :math:`N`.
         num_parameters: :math:`P`.
         batch_norm: The mode of batch norm; ``None`` for a model without batch norm.
+        weighted_by: What :math:`N` counts: ``samples``, or ``labels that are not ignored`` if the
+            model returns its own mean over tokens.
     """
 
     loss: float
@@ -47,6 +49,7 @@ class Summary:
     num_samples: int
     num_parameters: int
     batch_norm: str | None
+    weighted_by: str = "samples"
 
     def __str__(self) -> str:
         correct = "" if self.accuracy is None else f", accuracy {self.accuracy:.2%}"
@@ -54,7 +57,7 @@ class Summary:
         return (
             f"loss {self.loss:.6g}{correct}, |gradient| {self.gradient_norm:.4g}, "
             f"|theta| {self.weight_norm:.5g}, max |theta_i| {self.weight_max:.4g}  "
-            f"[{self.num_parameters:,} parameters, {self.num_samples:,} samples{mode}]"
+            f"[{self.num_parameters:,} parameters, {self.num_samples:,} {self.weighted_by}{mode}]"
         )
 
 
@@ -162,6 +165,7 @@ def summary(risk: Risk) -> Summary:
         weight_norm=float(theta.norm()),
         weight_max=float(theta.abs().max()),
         num_samples=risk.num_samples,
+        weighted_by="labels that are not ignored" if risk.adapter.by_label else "samples",
         num_parameters=risk.space.size,
         batch_norm=risk.batch_norm if batch_norms(risk.model) else None,
     )

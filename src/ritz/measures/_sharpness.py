@@ -218,7 +218,7 @@ class Sharpness:
         sizes = " to ".join(map(str, sorted(set(self.batch_sizes))))
         lines = [
             f"Sharpness of {self.model}: {first.num_parameters:,} parameters, "
-            f"{first.num_samples:,} samples in batches of {sizes}"
+            f"{first.num_samples:,} {first.weighted_by} in batches of {sizes}"
             + (f", l2 {self.l2:g}" if self.l2 else ""),
             f"  {self.num_steps} Lanczos steps, {_probes(self.num_probes)}, seed {self.seed}",
         ]

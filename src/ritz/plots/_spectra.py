@@ -180,11 +180,11 @@ def density(
             # An atom has no height: a line over the whole panel, with its mass in the legend.
             at = f"mass {float(mass):.3g} at {float(point):.3g}"
             ax.axvline(float(point), color=line.get_color(), linestyle=":", label=at)
-    ax.set_ylim(bottom=0, auto=not log)  # a second density may be higher
+    # Five decades below the maximum are negligible.
+    bottom = max(float(curve.y.max()) * 1e-5, float(curve.y.min()) or 1e-18) if log else 0.0
     if log:
         ax.set_yscale("log")
-        # Five decades below the maximum are negligible.
-        ax.set_ylim(bottom=max(float(curve.y.max()) * 1e-5, float(curve.y.min()) or 1e-18))
+    ax.set_ylim(bottom=bottom, auto=True)  # a second density may be higher
     style.finish(ax, r"eigenvalue $\lambda$", "mass below" if cumulative else "density")
     return ax
 

@@ -23,9 +23,9 @@ def watched(
 
     Numbers are lines with a band of two standard errors, or of the residual of an eigenvalue; the
     threshold of stability is dashed. Numbers of layers share a panel with one line per layer.
-    Spectra are dots, heavier where the weight is larger; histograms and densities are maps, of
-    gradients over time, and of gradients by weight at the last measurement. Lists are drawn of the
-    first run only. Scales are logarithmic for positive values that span a decade.
+    Spectra are dots, larger where the weight is larger. Of histograms of gradients and of densities
+    the first and the last are drawn, and of histograms by weight the last, as a map. Lists are
+    drawn of the first run only. Scales are logarithmic for positive values that span a decade.
 
     Args:
         runs: Records of logs by name, as :func:`ritz.training.read_log` returns them.

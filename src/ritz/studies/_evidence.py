@@ -83,7 +83,7 @@ def signed(differences: Tensor, sign: int) -> dict[str, Any]:
 
 def evidence(folder: str | os.PathLike[str]) -> str:
     """Return a page of Markdown: the evidence in all saved results of studies in a folder."""
-    rows: dict[str, list[str]] = {key: [] for key in PAPERS}
+    rows: dict[str, dict[Evidence, str]] = {key: {} for key in PAPERS}
     sources = []
     for path in sorted(Path(folder).glob("*.safetensors")):
         result = load(path)
@@ -91,17 +91,18 @@ def evidence(folder: str | os.PathLike[str]) -> str:
         sources.append(f"| `{path.name}` | `{_command(result)}` | {_origin(result)} |")
         # A study that reproduces no published figure has no rows, but its result is listed.
         for row in getattr(study, "evidence", lambda result: [])(result):
-            rows[row.paper].append(_line(row, path.stem))
+            # A part that is the same at all settings is listed once, for the first result.
+            rows[row.paper].setdefault(row, path.stem)
     return "\n".join([*_tables(rows), *_sources(sources)]) + "\n"
 
 
-def _tables(rows: dict[str, list[str]]) -> Iterator[str]:
-    for key, lines in rows.items():
-        if lines:
+def _tables(rows: dict[str, dict[Evidence, str]]) -> Iterator[str]:
+    for key, sources in rows.items():
+        if sources:
             yield f"## {PAPERS[key]}\n"
             yield "| where | what | published | measured | verdict | result |"
             yield "| --- | --- | --- | --- | --- | --- |"
-            yield from lines
+            yield from map(_line, sources, sources.values())
             yield ""
 
 

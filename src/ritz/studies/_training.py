@@ -119,7 +119,7 @@ def largest_rates(
     return column(map(float, limits)), column(float(one.error()) for one in limits)
 
 
-def exponent(sizes: Sequence[int], values: Tensor) -> float:
+def exponent(sizes: Sequence[float], values: Tensor) -> float:
     """Return the exponent of a power law through values ``(S,)`` over batch sizes, without NaN."""
     # log y = b log x + c: the exponent b is the slope of the least-squares line.
     x, y = torch.tensor(sizes, dtype=torch.float64).log(), values.log()
@@ -131,7 +131,7 @@ def exponent(sizes: Sequence[int], values: Tensor) -> float:
     return float(x @ y / (x @ x))
 
 
-def exponents(sizes: Sequence[int], values: Tensor) -> Tensor:
+def exponents(sizes: Sequence[float], values: Tensor) -> Tensor:
     """Return the exponents of values ``(..., S)`` over the first of the batch sizes, ``(...)``."""
     rows = values[..., : len(sizes)].flatten(0, -2)
     return column(exponent(sizes, one) for one in rows).view(values.shape[:-1])

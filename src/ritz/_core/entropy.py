@@ -1,0 +1,250 @@
+r"""Cross-entropy of many classes, such as the tokens of a vocabulary, computed chunk by chunk.
+
+Outputs of a language model are larger than anything else: 4,096 tokens and 150,000 classes are 2.4
+GB in float32. Derivatives of torch keep several tensors of this size. With :math:`p =
+\operatorname{softmax}(f)`, the distribution :math:`q` that the label asks for (smoothed or not) and
+the weight :math:`w` of the label in the mean,
+
+.. math:: g = \nabla_f \ell = w (p - q), \quad
+    \nabla^2_f \ell \, t = w (p \circ t - p\, (p^\top t)) = (g + w q) \circ (t - s), \quad
+    s = p^\top t = g^\top t / w + q^\top t,
+
+so that a product needs :math:`g` alone, which a Hessian product needs anyway, and no softmax. The
+functions below are opaque to a trace: all that they compute besides their result is one chunk.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Part = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes of outputs and of chunks, in entries."""
+
+    # Outputs that are computed in chunks: 64 MB of floats, or 1,024 tokens of a vocabulary of
+    # 16,000. On the CPU a product of 128 tokens and 150,000 classes takes half the time then.
+    large: int = 2**24
+    # A chunk: 16 MB of floats. The temporary tensors are three of them.
+    chunk: int = 2**22
+
+
+TUNING = Tuning()
+
+# ------------------------------------------------------------------------------------------
+# Chunks of outputs (n, classes, *places): some samples, or some places of one sample.
+
+
+def is_large(outputs: Tensor, target: Any) -> bool:
+    """Return whether outputs are so many that their loss is computed in chunks."""
+    labels = isinstance(target, Tensor) and not target.is_floating_point()
+    return labels and outputs.ndim > 1 and outputs.numel() > TUNING.large
+
+
+def output_parts(outputs: Tensor) -> Iterator[Part]:
+    """Yield indices of chunks of outputs, with all classes of the samples or places in them."""
+    count, each = len(outputs), outputs[0].numel()
+    if each <= TUNING.chunk or outputs.ndim == 2:
+        step = max(1, TUNING.chunk // each)
+        yield from ((slice(start, start + step),) for start in range(0, count, step))
+        return
+    places = outputs.shape[2]
+    step = max(1, TUNING.chunk // (each // places))
+    for sample in range(count):
+        for start in range(0, places, step):
+            yield slice(sample, sample + 1), slice(None), slice(start, start + step)
+
+
+def places_of(target: Tensor, part: Part) -> Tensor:
+    """Return the part of labels, or of other values without an axis of classes."""
+    return target[part[0]] if len(part) == 1 else target[part[0], part[2]]
+
+
+def _weights(target: Tensor, scale: Tensor, ignored: int) -> Tensor:
+    """Return the weight of each label in the mean, with an axis for the classes."""
+    kept = (target != ignored).to(scale.dtype)
+    return (kept * (scale / kept.sum())).unsqueeze(1)
+
+
+def _classes(target: Tensor, ignored: int) -> Tensor:
+    # An ignored label has weight zero, so any class may stand in for it.
+    return torch.where(target == ignored, 0, target).unsqueeze(1)
+
+
+# ------------------------------------------------------------------------------------------
+# The functions, as operations of torch.
+
+
+@torch.library.custom_op("ritz::entropy", mutates_args=())
+def _value(outputs: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=outputs.device)
+    options: Any = {"ignore_index": ignored, "label_smoothing": smoothing, "reduction": "sum"}
+    for part in output_parts(outputs):
+        total += functional.cross_entropy(outputs[part], places_of(target, part), **options)
+    return (total / (target != ignored).sum()).to(outputs.dtype)
+
+
+@torch.library.custom_op("ritz::entropy_gradient", mutates_args=())
+def _gradient(
+    outputs: Tensor, target: Tensor, scale: Tensor, ignored: int, smoothing: float
+) -> Tensor:
+    # g = w (p - q), q = (1 - e) e_y + e / C
+    result = torch.empty_like(outputs)
+    weights = _weights(target, scale, ignored)
+    for part in output_parts(outputs):
+        row, label = outputs[part].softmax(1), _classes(places_of(target, part), ignored)
+        row.scatter_add_(1, label, row.new_full((), smoothing - 1).expand(label.shape))
+        row.sub_(smoothing / outputs.shape[1]).mul_(weights[part])
+        result[part] = row
+    return result
+
+
+@torch.library.custom_op("ritz::entropy_curvature", mutates_args=())
+def _curvature(
+    gradient: Tensor, target: Tensor, scale: Tensor, tangent: Tensor, ignored: int, smoothing: float
+) -> Tensor:
+    result = torch.empty_like(gradient)
+    weights = _weights(target, scale, ignored)
+    for part in output_parts(gradient):
+        g, t, w = gradient[part], tangent[part], weights[part]
+        label = _classes(places_of(target, part), ignored)
+        # s = g't / w + q't
+        s = (g * t).sum(1, keepdim=True) / torch.where(w == 0, 1, w)
+        s += (1 - smoothing) * t.gather(1, label) + smoothing * t.mean(1, keepdim=True)
+        # H t = g (t - s) + w q (t - s)
+        moved = t - s
+        row = torch.mul(g, moved)
+        row.scatter_add_(1, label, (1 - smoothing) * w * moved.gather(1, label))
+        if smoothing:
+            row += moved.mul_(w * (smoothing / gradient.shape[1]))
+        result[part] = row
+    return result
+
+
+@torch.library.custom_op("ritz::entropy_slope", mutates_args=())
+def _slope(
+    outputs: Tensor, target: Tensor, tangent: Tensor, ignored: int, smoothing: float
+) -> Tensor:
+    # g't, without g
+    total = torch.zeros((), dtype=torch.float64, device=outputs.device)
+    one = outputs.new_ones(())
+    weights = _weights(target, one, ignored)
+    for part in output_parts(outputs):
+        label, t = _classes(places_of(target, part), ignored), tangent[part]
+        asked = (1 - smoothing) * t.gather(1, label) + smoothing * t.mean(1, keepdim=True)
+        along = (outputs[part].softmax(1) * t).sum(1, keepdim=True) - asked
+        total += (along * weights[part]).sum()
+    return total.to(outputs.dtype)
+
+
+def _over_columns(op: Any) -> Any:
+    """Return the rule of vmap for an operation: one column after the other, to save memory."""
+
+    def rule(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        columns = [
+            [value if axis is None else value.select(axis, k)
+             for value, axis in zip(inputs, axes, strict=True)]
+            for k in range(info.batch_size)
+        ]  # fmt: skip
+        return torch.stack([op(*column) for column in columns]), 0
+
+    return rule
+
+
+for _op in (_value, _gradient, _curvature, _slope):
+    _op.register_vmap(_over_columns(_op))
+for _op in (_value, _slope):
+    _op.register_fake(lambda outputs, *others: outputs.new_empty(()))
+for _op in (_gradient, _curvature):
+    _op.register_fake(lambda outputs, *others: torch.empty_like(outputs))
+
+# ------------------------------------------------------------------------------------------
+# Their derivatives.
+
+
+class _Gradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        outputs: Tensor, target: Tensor, scale: Tensor, ignored: int, smoothing: float
+    ) -> Tensor:
+        gradient: Tensor = _gradient(outputs, target, scale, ignored, smoothing)
+        return gradient
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, target, scale, *ctx.options = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output, target, scale)
+        ctx.save_for_forward(output, target, scale)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        gradient, target, scale = ctx.saved_tensors
+        # The Hessian is symmetric, and g is proportional to the scale.
+        moved = _curvature(gradient, target, scale, cotangent, *ctx.options)
+        scaled = (cotangent * gradient).sum() / scale if ctx.needs_input_grad[2] else None
+        return moved, None, scaled, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, *others: Any) -> Any:
+        gradient, target, scale = ctx.saved_tensors
+        scaled = None if others[1] is None else gradient * (others[1] / scale)
+        if tangent is None:
+            return scaled
+        moved = _curvature(gradient, target, scale, tangent, *ctx.options)
+        return moved if scaled is None else moved + scaled
+
+
+class _Entropy(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(outputs: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
+        value: Tensor = _value(outputs, target, ignored, smoothing)
+        return value
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        outputs, target, *ctx.options = inputs
+        ctx.save_for_backward(outputs, target)
+        ctx.save_for_forward(outputs, target)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        outputs, target = ctx.saved_tensors
+        call: Any = _Gradient.apply
+        return call(outputs, target, cotangent, *ctx.options), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: Any) -> Any:
+        outputs, target = ctx.saved_tensors
+        return _slope(outputs, target, tangent, *ctx.options)
+
+
+def chunked_entropy(outputs: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
+    """Return the mean cross-entropy of labels, twice differentiable in the outputs.
+
+    Memory of value, gradient and Hessian product: one chunk besides inputs and result, and the
+    gradient, from which the product follows.
+    """
+    call: Any = _Entropy.apply
+    value: Tensor = call(outputs, target, ignored, smoothing)
+    return value
+
+
+def chunked_hessian(
+    outputs: Tensor, target: Tensor, tangent: Tensor, ignored: int, smoothing: float
+) -> Tensor:
+    """Return the Hessian of the mean cross-entropy in the outputs, times a tangent."""
+    one = outputs.new_ones(())
+    gradient = _gradient(outputs, target, one, ignored, smoothing)
+    product: Tensor = _curvature(gradient, target, one, tangent, ignored, smoothing)
+    return product

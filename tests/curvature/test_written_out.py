@@ -1,0 +1,179 @@
+"""Operations without a second derivative in torch, and models that write to their buffers."""
+
+import pytest
+import torch
+from curvature.networks import labels, noise
+from torch import nn
+from torch.nn import functional
+from torch.nn.functional import cross_entropy
+
+import ritz
+
+IDS = torch.tensor([[0, 2, 5], [2, 2, 1], [4, 0, 3], [1, 5, 2], [2, 2, 2]])
+FLAT, OFFSETS = torch.tensor([0, 3, 5, 2, 1, 1, 4, 2, 0, 5, 3]), torch.tensor([0, 2, 2, 6, 9])
+WEIGHTS = 1 + noise(5, 3).abs()
+BAGS = {
+    "sum": ((IDS,), {"mode": "sum"}),
+    "mean": ((IDS,), {"mode": "mean"}),
+    "max": ((IDS,), {"mode": "max"}),
+    "padding sum": ((IDS,), {"mode": "sum", "padding_idx": 2}),
+    "padding mean": ((IDS,), {"mode": "mean", "padding_idx": 2}),
+    "padding max": ((IDS,), {"mode": "max", "padding_idx": 2}),
+    "offsets sum": ((FLAT, OFFSETS), {"mode": "sum"}),
+    "offsets mean": ((FLAT, OFFSETS), {"mode": "mean"}),
+    "offsets max": ((FLAT, OFFSETS), {"mode": "max"}),
+    "last offset": (
+        (FLAT, torch.tensor([0, 2, 2, 6, 9, 11])),
+        {"mode": "mean", "include_last_offset": True},
+    ),
+    "weights": ((IDS, None, WEIGHTS), {"mode": "sum"}),
+    "sparse": ((IDS,), {"mode": "sum", "sparse": True}),
+}
+
+
+class Bag(nn.Module):
+    def __init__(self, inputs, options):
+        super().__init__()
+        self.inputs = inputs
+        self.bag, self.head = nn.EmbeddingBag(6, 3, **options), nn.Linear(3, 3)
+
+    def forward(self, rows):
+        return self.head(torch.tanh(self.bag(*self.inputs)))[: len(rows)]
+
+
+class Hard(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.first, self.second, self.act = nn.Linear(4, 3), nn.Linear(3, 3), act
+
+    def forward(self, x):
+        return self.second(self.act(self.first(x)) ** 2)
+
+
+HARD = {
+    "module": nn.Hardsigmoid(),
+    "function": functional.hardsigmoid,
+    "in place": lambda x: functional.hardsigmoid(x * 2, inplace=True),
+}
+
+
+def made(kind, *args):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind(*args).double()
+
+
+def differences(model, data):
+    """Return the Hessian by central differences of gradients of torch."""
+    weights, (x, y) = list(model.parameters()), data
+    sizes = [weight.numel() for weight in weights]
+    centre = torch.cat([weight.detach().flatten() for weight in weights])
+
+    def gradient(theta):
+        with torch.no_grad():
+            for weight, part in zip(weights, theta.split(sizes), strict=True):
+                weight.copy_(part.view_as(weight))
+        parts = torch.autograd.grad(cross_entropy(model(x), y), weights)
+        return torch.cat([part.to_dense().flatten() for part in parts])
+
+    steps = 1e-5 * torch.eye(len(centre), dtype=torch.float64)
+    rows = [(gradient(centre + step) - gradient(centre - step)) / 2e-5 for step in steps]
+    gradient(centre)  # the weights as they were
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", BAGS)
+def test_hessians_of_embedding_bags_are_exact(kind):
+    model, data = made(Bag, *BAGS[kind]), (torch.zeros(5, 1), labels(3, 5))
+    risk = ritz.Risk(model, cross_entropy, [data])
+    engine = "linearized" if kind in ("padding max", "offsets mean") else "eager"  # tracing is slow
+    op, unit = ritz.hessian(risk, engine=engine), torch.eye(risk.space.size, dtype=torch.float64)
+
+    expected = differences(model, data)
+
+    torch.testing.assert_close(op @ unit, expected, rtol=1e-6, atol=1e-8)
+    assert risk.loss() == pytest.approx(float(cross_entropy(model(data[0]), data[1]).detach()))
+    assert engine in op.products.plan
+
+
+@pytest.mark.parametrize("kind", HARD)
+def test_hessians_of_hardsigmoid_are_exact(kind):
+    model, data = made(Hard, HARD[kind]), (noise(7, 4), labels(3, 7))
+    risk = ritz.Risk(model, cross_entropy, [data])
+    op, unit = ritz.hessian(risk), torch.eye(risk.space.size, dtype=torch.float64)
+
+    torch.testing.assert_close(op @ unit, differences(model, data), rtol=1e-6, atol=1e-8)
+    assert op.products.plan == "forward over reverse, linearized"
+
+
+class Counting(nn.Module):
+    """A network that counts its calls and averages its activations, also in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        self.write(hidden)
+        return self.second(hidden)
+
+    def write(self, hidden): ...
+
+
+class Added(Counting):
+    def write(self, hidden):
+        self.calls += 1
+
+
+class Averaged(Counting):
+    def write(self, hidden):
+        self.mean.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+
+
+class Largest(Counting):
+    def write(self, hidden):
+        self.mean.copy_(torch.maximum(self.mean, hidden.abs().amax(0)))
+
+
+class Read(Counting):
+    def write(self, hidden):
+        self.calls.add_(1)
+        self.last = int(self.calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        (Added, "eager"),
+        (Averaged, "linearized"),
+        (Averaged, "eager"),
+        (Largest, "eager"),
+        (Read, "linearized"),
+        (Read, "eager"),
+    ],
+)
+def test_buffers_written_in_eval_mode_change_neither_products_nor_the_model(kind, engine):
+    data = [(noise(5, 4), labels(3, 5)), (noise(2, 4, seed=1), labels(3, 2))]
+    plain, counting = made(Counting), made(kind)
+    expected, risk = (ritz.Risk(model, cross_entropy, data) for model in (plain, counting))
+    unit = torch.eye(risk.space.size, dtype=torch.float64)
+
+    torch.testing.assert_close(risk.gradient(), expected.gradient())
+    for make in (ritz.hessian, ritz.ggn):
+        torch.testing.assert_close(make(risk, engine=engine) @ unit, make(expected) @ unit)
+    assert int(counting.calls) == 0
+    assert float(counting.mean.abs().sum()) == 0
+
+
+def test_every_call_finds_the_buffers_as_they_were():
+    class Growing(Counting):
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    risk = ritz.Risk(made(Growing), cross_entropy, [(noise(5, 4), labels(3, 5))])
+    plain = ritz.Risk(made(Counting), cross_entropy, [(noise(5, 4), labels(3, 5))])
+    assert [risk.loss() for _ in range(3)] == [plain.loss()] * 3
