@@ -245,7 +245,7 @@ def test_a_resumed_loader_without_its_generator_is_refused(tmp_path):
     data, generator = TensorDataset(*samples()), torch.Generator()
     fit(network(), DataLoader(data, 12, shuffle=True, generator=generator), num_epochs=1,
         checkpoint=tmp_path)  # fmt: skip
-    with pytest.raises(ValueError, match=r"1 generators at its start, got 0"):
+    with pytest.raises(ValueError, match=r"1 generators at its start, got 0: pass the same"):
         fit(network(), DataLoader(data, 12, shuffle=True), num_epochs=2, checkpoint=tmp_path)
 
 

@@ -143,7 +143,7 @@ def test_data_without_batches_are_refused():
         fit(network(), 3, num_epochs=1)
     with pytest.raises(ValueError, match="train data must not be empty"):
         fit(network(), [], num_epochs=1)
-    with pytest.raises(ValueError, match="data yielded no batch in epoch 1"):
+    with pytest.raises(ValueError, match="data yielded no batch in epoch 1: every epoch"):
         fit(network(), lambda epoch: [], num_epochs=1)
     with pytest.raises(ValueError, match="batches must contain at least one batch"):
         evaluate(network(), [])

@@ -182,7 +182,11 @@ class StepCurvature:
         """Return the rows of this process; those of all processes make up the loss."""
         rows = [own_rows(batch) for batch in batches]
         if not all(real for _, _, real in rows):
-            raise ValueError("a batch whose curvature is measured needs a sample per process")
+            fewest = min(count for _, count, _ in rows)
+            raise ValueError(
+                "a batch whose curvature is measured must have at least one sample per process, "
+                f"got {fewest} for {world_size()} processes"
+            )
         return [batch for batch, _, _ in rows]
 
     def _risk(self, name: str, batches: list[Any], **options: Any) -> Risk:

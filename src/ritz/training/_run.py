@@ -68,14 +68,15 @@ class Generators:
         """Restore the states that :meth:`states` returned."""
         count = sum(name.startswith(LOADER) for name in states)
         if count != len(self.loaders):
-            got = len(self.loaders)
             raise ValueError(
-                f"the loaders of the run had {count} generators at its start, got {got}"
+                f"the loaders of the run had {count} generators at its start, got "
+                f"{len(self.loaders)}: pass the same loaders, or start again with resume=False"
             )
         for name, rows in states.items():
             if len(rows) != world_size():
                 raise ValueError(
-                    f"the run was started with {len(rows)} processes, got {world_size()}"
+                    f"the run was started with {len(rows)} processes, got {world_size()}: start "
+                    f"{len(rows)}, or start again with resume=False (--restart)"
                 )
             state = rows[rank()].cpu().clone()  # torch reads a state from the start of its storage
             if name == "cpu":
@@ -354,7 +355,10 @@ class Run:
         while state.step != last and (group := list(islice(batches, accumulate))):
             yield group
         if not state.batch:
-            raise ValueError(f"data yielded no batch in epoch {state.epoch + 1}")
+            raise ValueError(
+                f"data yielded no batch in epoch {state.epoch + 1}: every epoch must have at "
+                "least one; an iterator can be read only once"
+            )
 
     def _pieces(self, group: list[Any]) -> list[Piece]:
         """Return the rows of this process, each batch with its share of the gradient."""
