@@ -81,7 +81,7 @@ def test_a_second_density_on_a_logarithmic_axis_is_not_cut_off(matrix, ax, tmp_p
     plots.density(wide, ax=ax, log=True)
     plots.density(narrow, ax=ax, log=True)
     bottom, top = ax.get_ylim()
-    assert 0 < bottom
+    assert bottom > 0
     assert top > max(line.get_ydata().max() for line in ax.lines)
     save(ax, tmp_path)
 
