@@ -515,7 +515,7 @@ def _correction(result: Result) -> Iterator[Evidence]:
     published, mean = ((slopes.mean() - one).abs() for one in CORRECTIONS)
     holds = is_below(published, float(mean))
     reason = (
-        "nearer to -1/2, as of means over B samples; the published rate bounds the distribution "
+        "nearer to -1/2, as of means over B samples; the cited rate bounds the distribution "
         "of all eigenvalues"
     )
     yield Evidence(
