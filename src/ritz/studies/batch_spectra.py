@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -454,6 +455,12 @@ def _draw_densities(axis: Any, pair: Mapping[str, Spectrum], size: int) -> None:
         plots.density(pair[name], ax=axis, log=True)
         # Without the width of the smoothing, which is another one in each panel.
         axis.lines[-1].set_label(label)
+    # In a large matrix one eigenvalue has little mass: the largest must be seen.
+    seen = [
+        float(np.interp(float(pair[name].values[-1]), *line.get_data()))
+        for name, line in zip(("all data", "a batch"), axis.lines, strict=True)
+    ]
+    axis.set_ylim(bottom=min(axis.get_ylim()[0], 0.2 * min(seen)))
 
 
 # ------------------------------------------------------------------------------------------
@@ -501,7 +508,7 @@ def _claim(result: Result, place: int) -> Evidence:
 
 
 def _correction(result: Result) -> Iterator[Evidence]:
-    """Yield the exponent of the relative spread between batches, if there are two sizes."""
+    """Yield the exponent of the relative spread between batches, of two runs or more."""
     c = result.config
     # Batches are drawn without replacement: variances fall as 1/b = 1/B - 1/N.
     sizes = [size / (1 - size / c.num_samples) for size in c.batch_sizes if size < c.num_samples]
@@ -510,6 +517,8 @@ def _correction(result: Result) -> Iterator[Evidence]:
     relative = (result.measured[1] / result.measured[0])[..., : len(sizes)]
     # The batches of the two matrices are the same, so they count once.
     slopes = exponents(sizes, relative).mean(-1).flatten()
+    if len(slopes) < 2:
+        return  # the slope of one run has no error
     nearest = min(range(len(sizes)), key=lambda k: abs(c.batch_sizes[k] - 128))
     shares = relative.mean((1, 2, 3))[:, nearest]
     published, mean = ((slopes.mean() - one).abs() for one in CORRECTIONS)
@@ -550,7 +559,7 @@ def _broadening(result: Result) -> Iterator[Evidence]:
             published="larger outliers and a wider bulk; curves without numbers",
             measured="; ".join(listed),
             verdict="agrees" if holds else "differs",
-            why="" if holds else "one batch of one network each",
+            why="" if holds else "not all of them; one batch of each network",
         )
 
 
