@@ -1,7 +1,6 @@
 """``ritz sweep``: train with all combinations of some options and several seeds."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
@@ -59,7 +58,7 @@ class Options(train.Options):
 def command(options: Options, training: TrainingConfig) -> None:
     """Train with all combinations of some options and seeds; write a table and a picture."""
     from ritz.cli._session import default_device, writing
-    from ritz.training._shared import WEIGHTS, plan_sweep, run_plan
+    from ritz.training._shared import WEIGHTS, available_cores, plan_sweep, run_plan
 
     config = train.run_config(options, training)
     grid = parse_grid(options.grid or ())
@@ -67,7 +66,7 @@ def command(options: Options, training: TrainingConfig) -> None:
     plan = plan_sweep(config.training, grid, seeds=seeds, folder=options.out, names=NAMES)
     device = default_device(training.device)
     # Several runs on one GPU would share its memory.
-    jobs = options.jobs or (1 if device.type == "cuda" else os.cpu_count() or 1)
+    jobs = options.jobs or (1 if device.type == "cuda" else available_cores())
     if not options.json:
         # A run that has ended has weights, and is not trained again.
         done = sum((options.out / point.name / WEIGHTS).is_file() for point in plan.points)

@@ -16,3 +16,4 @@ from ritz.training._fit import (
 from ritz.training._folder import NAME, WEIGHTS, tensor_state
 from ritz.training._quantities import QUANTITIES
 from ritz.training._sweep import outcome, plan_sweep, run_plan
+from ritz.training._workers import available_cores

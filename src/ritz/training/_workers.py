@@ -180,14 +180,18 @@ class _Worker:
         self._process.join()
 
 
+def available_cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    places = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return len(places) or os.cpu_count() or 1
+
+
 @final
 class _Pool:
     """Processes that compute tasks, at most ``max_jobs`` at once."""
 
     def __init__(self, compute: Compute[Any], max_jobs: int, bar: Progress) -> None:
-        places = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-        cores = len(places) or os.cpu_count() or 1
-        threads = min(torch.get_num_threads(), max(1, cores // max_jobs))
+        threads = min(torch.get_num_threads(), max(1, available_cores() // max_jobs))
         self._new = partial(_Worker, _context(), compute, threads, os.getcwd())
         self._max_jobs, self._bar = max_jobs, bar
         self._memory, self._workers = _Memory(), list[_Worker]()
