@@ -60,6 +60,7 @@ def test_text_of_an_estimate():
         (3e12, 2e10, "3e+12 ± 2e+10"),
         (1e-20, 3e-22, "1e-20 ± 3e-22"),
         (1.0, float("inf"), "1 ± inf"),
+        (1.0, float("nan"), "1 ± ?"),
         (float("nan"), 0.0, "nan"),
     ],
 )

@@ -295,7 +295,9 @@ def plain_estimate(estimate: Estimate) -> str:
 def format_uncertain(mean: float, stderr: float) -> str:
     """Return ``mean ± stderr`` with two digits of the error and the mean to the same place."""
     if not (math.isfinite(mean) and math.isfinite(stderr)) or stderr == 0:
-        return f"{mean:.8g}" if stderr == 0 else f"{mean:.4g} ± {stderr:.2g}"
+        # One sample has no standard error: it is NaN.
+        error = "?" if math.isnan(stderr) else f"{stderr:.2g}"
+        return f"{mean:.8g}" if stderr == 0 else f"{mean:.4g} ± {error}"
     # Two digits of the error: 0.0123 has floor(log10) = -2 and needs three decimal places.
     places = 1 - math.floor(math.log10(abs(stderr)))
     # Outside this range plain digits would be mostly zeros, so use the exponent.
