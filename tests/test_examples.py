@@ -12,8 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md",
-         *sorted((ROOT / "docs").glob("*.md"))]  # fmt: skip
 
 
 def run(*arguments, cwd):
@@ -133,10 +131,3 @@ def test_the_command_in_the_gallery_has_the_settings_of_its_figure():
 
 def test_examples_are_found():
     assert SCRIPTS
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_links_between_pages_are_valid(page):
-    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
-    local = [link.partition("#")[0] for link in links if "://" not in link]
-    assert not [link for link in local if not (page.parent / link).exists()]
