@@ -63,6 +63,60 @@ def test_steps_of_torch_diverge_right_above_the_edge(options, make):
     assert grows(make, 1.01 * edge, 2.5)
 
 
+def growth(options, rate, noise):
+    """Return the factor per step of the mean squares, for a curvature of mean 1 and variance."""
+    rho, kind = options.get("momentum", 0.0), options.get("optimizer", "sgd")
+    scale = 1 - options.get("dampening", rho if kind == "adam" else 0.0)
+    # z <- rho z + s h w, w <- w - alpha z (Nesterov: w - alpha (s h w + rho z)); state (w, z)
+    nesterov = kind == "nesterov"
+
+    def step(h):
+        back = rho * torch.tensor([[0.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+        drive = scale * h * torch.tensor([[0.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
+        velocity = back + drive
+        weight = torch.eye(2, dtype=torch.float64)[0]
+        moved = rho * velocity[1] + drive[1] if nesterov else velocity[1]
+        return torch.stack([weight - rate * moved, velocity[1]])
+
+    # The mean of kron(A, A) over a curvature of 1 + sd and 1 - sd.
+    both = [torch.kron(step(1 + x), step(1 + x)) for x in (noise**0.5, -(noise**0.5))]
+    return float(torch.linalg.eigvals(sum(both) / 2).abs().max())
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 1.0, 30.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer": "momentum", "momentum": 0.9},
+        {"optimizer": "momentum", "momentum": 0.5, "dampening": 0.3},
+        {"optimizer": "nesterov", "momentum": 0.9},
+        {"optimizer": "nesterov", "momentum": 0.3},
+        {"optimizer": "adam", "momentum": 0.9},
+    ],
+)
+def test_mean_squares_of_steps_with_noisy_curvature_grow_right_above_the_edge(options, noise):
+    mean = 2.5
+    batch = mean * (1 + noise)  # lambda + v / lambda
+
+    edge = float(stable_rate(batch, full=mean, **options))
+
+    assert growth(options, 0.999 * edge * mean, noise) < 1
+    assert growth(options, 1.001 * edge * mean, noise) > 1
+
+
+def test_noise_lowers_the_edge_with_momentum_more_than_without():
+    options = {"optimizer": "momentum", "momentum": 0.9}
+
+    edges = [float(stable_rate(curvature, full=1.0, **options)) for curvature in (1.0, 0.5, 11.0)]
+
+    # A curvature of batches below that of all data is an error of sampling: no noise.
+    assert edges == pytest.approx([3.8, 7.6, 3.8 / (1 + 19 * 10)])
+    plain = float(stable_rate(11.0, **options))
+    assert float(stable_rate(11.0, full=-1.0, **options)) == pytest.approx(plain)
+    assert float(stable_rate(2.0, full=1.0, optimizer="momentum", momentum=1.0)) == 0.0
+
+
 def test_no_learning_rate_is_unstable_without_positive_curvature():
     found = stable_rate(torch.tensor([-1.0, 0.0, 4.0, math.nan]))
 

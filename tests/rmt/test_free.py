@@ -197,6 +197,50 @@ def test_the_laplacian_of_a_random_graph_is_a_semicircle_plus_a_normal_law():
     assert distance(law, drawn) < 1.95 / math.sqrt(n)
 
 
+def test_a_smooth_law_without_a_transform_of_its_own_is_a_short_series():
+    law, n = TracyWidom(beta=1), 400
+    x, z = grid(-4.0, 3.0, 9), torch.tensor([0.3 + 0.4j, -2.0 - 0.2j], dtype=torch.complex128)
+
+    # On the real line -Im G / pi is the density, and off it G is an integral.
+    torch.testing.assert_close(-stieltjes(law, x).imag / math.pi, law.pdf(x), rtol=0, atol=1e-11)
+    nodes = grid(-8.5, 13.5, 100_001)
+    integral = torch.trapezoid(law.pdf(nodes) / (z[:, None] - nodes), nodes)
+    torch.testing.assert_close(stieltjes(law, z), integral, rtol=0, atol=1e-10)
+
+    total = free_sum(Semicircle(), law)
+
+    assert total.status.outcome == "converged"
+    # Means, variances and third central moments are free cumulants: they add.
+    shifted = [sum(math.comb(3, k) * one.moment(k) * (-one.moment(1)) ** (3 - k) for k in range(4))
+               for one in (total, law)]  # fmt: skip
+    assert shifted[0] == pytest.approx(shifted[1], abs=1e-8)
+    drawn = torch.diag(law.ppf((torch.arange(n) + 0.5) / n)) + wigner(n, generator=seeded(4)).matrix
+    assert distance(total, torch.linalg.eigvalsh(drawn)) < 4 / n
+
+
+def test_a_density_with_an_edge_is_a_rule_of_many_points():
+    flat = ritz.rmt.Semicircle()
+
+    class Uniform:
+        support, atoms = (0.0, 1.0), flat.atoms
+
+        def pdf(self, x):
+            return ((x > 0) & (x < 1)).double()
+
+        def cdf(self, x):
+            return x.clamp(0, 1)
+
+        def moment(self, degree):
+            return 1 / (degree + 1)
+
+        def mass(self, low, high):
+            return min(high, 1.0) - max(low, 0.0)
+
+    z = torch.tensor(0.5 + 0.2j, dtype=torch.complex128)
+    exact = torch.log(z / (z - 1))
+    torch.testing.assert_close(stieltjes(Uniform(), z), exact, rtol=0, atol=1e-8)
+
+
 def test_a_free_law_is_a_part_of_another():
     inner = free_sum(Semicircle(variance=0.5), Semicircle(variance=0.5))
 

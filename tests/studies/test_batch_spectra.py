@@ -1,9 +1,11 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 import ritz
+from ritz._core.journal import Journal
 from ritz.curvature import hessian
 from ritz.studies import batch_spectra, write
 from ritz.studies.batch_spectra import PREDICTIONS, SIZES, Config, run
@@ -58,6 +60,41 @@ def test_an_interrupted_run_resumes_to_the_same_result(result, tmp_path):
     assert torch.equal(again.predicted.nan_to_num(), result.predicted.nan_to_num())
 
 
+def test_a_run_that_is_killed_resumes_with_the_weights_and_the_momentum(tmp_path, monkeypatch):
+    config = replace(SMALL, momentum=0.9, num_training=200)
+    expected = run(config)
+    # Everything is saved as soon as it is there.
+    monkeypatch.setattr(batch_spectra, "Journal", partial(Journal, interval=0.0))
+    whole = batch_spectra.train_epochs
+
+    def train(*args, label, **options):
+        if label == "epoch 3":
+            raise KeyboardInterrupt
+        whole(*args, label=label, **options)
+
+    monkeypatch.setattr(batch_spectra, "train_epochs", train)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, state=tmp_path / "state")
+    trained = []
+    monkeypatch.setattr(
+        batch_spectra, "train_epochs",
+        lambda *args, label, **options: (trained.append(label), whole(*args, **options)),
+    )  # fmt: skip
+
+    resumed = run(config, state=tmp_path / "state")
+
+    assert trained == ["epoch 3"]
+    assert torch.equal(resumed.measured, expected.measured)
+    assert torch.equal(resumed.predicted.nan_to_num(), expected.predicted.nan_to_num())
+
+
+def test_the_curvature_is_of_a_part_of_the_training_samples():
+    config = replace(SMALL, num_training=300)
+    training = batch_spectra.Training(config, "logistic", 0, None, False)
+    assert training.risk(1).num_samples == 150
+    assert len(training._train[0]) == 300
+
+
 def test_the_table_says_what_to_trust(result):
     text = str(result)
     for word in (
@@ -74,7 +111,7 @@ def test_the_table_says_what_to_trust(result):
 
 
 def test_the_spectra_are_those_of_all_data_and_of_the_batch(result):
-    ((_, risk),) = batch_spectra._trained(replace(SMALL, epochs=(3,)), "logistic", 0)
+    risk = batch_spectra.Training(SMALL, "logistic", 0, None, False).risk(3)
     rows = torch.randperm(150, generator=torch.Generator().manual_seed(0))[:50]
     pair = result.spectra["logistic, hessian"]
     for spectrum, one in ((pair["all data"], risk), (pair["a batch"], risk.samples(rows))):
@@ -146,6 +183,10 @@ def test_sizes_are_valid_configurations():
         {"num_steps": 2},
         {"num_seeds": 0},
         {"rate": 0.0},
+        {"momentum": 1.0},
+        {"num_training": 4000},
+        {"num_vectors": 0},
+        {"train_size": 5000},
     ],
 )
 def test_a_wrong_configuration_names_the_field(bad):

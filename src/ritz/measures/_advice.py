@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from textwrap import wrap
 from typing import Any
 
@@ -92,7 +93,7 @@ class Advice:
         smallest: Smallest eigenvalue.
         noise: Noise scales of the gradient; ``noise.curved`` is the critical batch size.
         sharpness: Critical sharpness along the gradient, from losses alone.
-        edge: Edge of local stability: for SGD :math:`2 / \lambda'_1(B)`.
+        edge: Edge of local stability: for SGD :math:`2 / \lambda'_1(B)`; see :func:`stable_rate`.
         rate: Recommended learning rate: the edge for a batch whose :math:`\lambda'_1` is two
             standard deviations above the mean. For Adam without ``state``, the square-root rule.
         damping: Least damping per unit of learning rate, with the noise along the leading
@@ -386,13 +387,15 @@ def _smallest(run: Spectrum) -> Estimate:
 
 
 def _regime(advice: Advice, index: int) -> str:
-    """Return what sets the limit, by the share of the curvature of a batch that is noise."""
+    """Return what sets the limit, by the share of the edge that the noise of batches takes."""
     top = float(advice.prediction.lambda_max)
     value = float(advice.prediction.best.value.mean[index])
     if not (top > 0 and value > 0):
         return "not known"
-    # With lambda' = lambda (1 + x) it is x / (1 + x), the exponent of the scaling rule.
-    share, (low, high) = 1 - top / value, TUNING.shares
+    # For SGD, with lambda' = lambda (1 + x), it is x / (1 + x), the exponent of the scaling rule.
+    # With momentum noise counts more: by how much it lowers the edge of all data.
+    stable = partial(stable_rate, optimizer=advice.optimizer, momentum=advice.momentum)
+    share, (low, high) = 1 - float(stable(value, full=top) / stable(top)), TUNING.shares
     return "noise" if share > high else "curvature" if share < low else "both"
 
 

@@ -24,6 +24,7 @@ from ritz.measures._stability import (
     least_damping,
     multiplicative_change,
     multiplicative_exponent,
+    noise_weight,
     share_of_variance,
     stable_rate,
 )
@@ -67,6 +68,7 @@ class Figures:
         self.num_samples, self.num_parameters = prediction.num_samples, prediction.num_parameters
         self.sizes = torch.tensor(prediction.batch_sizes, dtype=torch.float64)
         self.stable = partial(stable_rate, optimizer=optimizer, momentum=momentum)
+        self.weight = noise_weight(optimizer, momentum)
         self.share = share_of_variance(self.sizes, self.num_samples)
 
     def shifted(self, top: Estimate, along: Estimate) -> Estimate:
@@ -89,7 +91,7 @@ class Figures:
         if self.optimizer == "adam" and preconditioned is None:
             reason = "the divisors of Adam are not known: pass its optimiser as state="
             return unknown(tuple(self.sizes.shape), reason), self._root_rule()
-        value, spread = self._seen(preconditioned)
+        value, spread, full = self._seen(preconditioned)
         # Models without a spread recommend the edge itself.
         known = spread.mean.isfinite()
         zero = torch.zeros_like(spread.mean)
@@ -101,25 +103,35 @@ class Figures:
         )
         # c / (lambda'_1 + 2 sd) in place of c / lambda'_1, the edge at the mean batch
         rate = propagate(
-            lambda value, deviation: self.stable(value + SIGMAS * deviation),
+            lambda value, deviation, full: (
+                self._edge(value, full) * value / (value + SIGMAS * deviation)
+            ),
             value,
             spread,
+            full,
             method=f"edge at the mean + {SIGMAS:g} standard deviations between batches",
         )
-        return propagate(self.stable, value, method="edge of local stability"), rate
+        return propagate(self._edge, value, full, method="edge of local stability"), rate
 
-    def _seen(self, preconditioned: tuple[Estimate, Estimate] | None) -> tuple[Estimate, Estimate]:
-        """Return the curvature that the optimiser sees in a batch, and its spread."""
+    def _edge(self, value: Tensor, full: Tensor) -> Tensor:
+        return self.stable(value, full=full)
+
+    def _seen(
+        self, preconditioned: tuple[Estimate, Estimate] | None
+    ) -> tuple[Estimate, Estimate, Estimate]:
+        """Return the curvature that the optimiser sees in a batch, its spread, that of all data."""
         best, top = self.prediction.best, self.prediction.lambda_max
         if preconditioned is not None:
             value = self.shifted(*preconditioned)
             # The preconditioned curvature varies between batches by the same fraction.
             scaled = partial(propagate, lambda s, v, new: s / v * new)
-            return value, scaled(best.spread, best.value, value, method="same relative spread")
+            spread = scaled(best.spread, best.value, value, method="same relative spread")
+            return value, spread, preconditioned[0]
         if self.optimizer == "kfac":  # divides by the curvature of all data
             value = propagate(torch.div, best.value, top, method="lambda'_1(B) / lambda_1")
-            return value, propagate(torch.div, best.spread, top, method="spread / lambda_1")
-        return best.value, best.spread
+            spread = propagate(torch.div, best.spread, top, method="spread / lambda_1")
+            return value, spread, Estimate.exact(1.0, method="lambda_1 / lambda_1")
+        return best.value, best.spread, top
 
     def _root_rule(self) -> Estimate:
         # alpha(B) = alpha(B_0) (B / B_0)^(1/2)
@@ -175,14 +187,17 @@ class Figures:
         Beyond the largest size it is the local one, by noise along the leading eigenvector. That
         model is of second order, and for small batches it takes the noise for stronger than it is.
         """
-        p, model = self.prediction, partial(additive_exponent, num_samples=self.num_samples)
-        ratios = (self.sizes[1:] / self.sizes[:-1]).log()
+        p, n = self.prediction, self.num_samples
+        # The last size and one slightly below it: their edges give the local exponent.
+        below = self.sizes[-1] * torch.tensor([-1e-4, 0.0], dtype=torch.float64).exp()
+
+        def slope(values: Tensor, sizes: Tensor, top: Tensor) -> Tensor:
+            known = torch.where(values > 0, values, math.nan)
+            return self._edge(known, top).log().diff() / sizes.log().diff()
 
         def slopes(values: Tensor, top: Tensor, along: Tensor) -> Tensor:
-            # The edge is inverse to lambda'_1, for every optimiser.
-            known = torch.where(values > 0, values, math.nan).log()
-            last = model(top, along, batch_sizes=self.sizes[-1:])
-            return torch.cat([-known.diff() / ratios, last])
+            local = top + along * share_of_variance(below, n) / top
+            return torch.cat([slope(values, self.sizes, top), slope(local, below, top)])
 
         parts = (p.best.value, p.lambda_max, p.along)
         return propagate(slopes, *parts, method="predicted edges of this and the next batch size")
@@ -197,7 +212,8 @@ class Figures:
             third = multiplicative_change(value, bulk, num_parameters=self.num_parameters)
             nan = torch.full_like(third, math.nan)
             third = torch.where((bulk > 0) & (bulk < value), third, nan)
-            return torch.stack([at(value, along), at(value, variance), third])
+            # Momentum makes noise count more: the edge has fallen by half where w x = 1.
+            return torch.stack([at(value, self.weight * along), at(value, variance), third])
 
         parts = (p.lambda_max, p.along, p.variance, p.bulk)
         return propagate(both, *parts, method="directional, additive, multiplicative")

@@ -20,6 +20,7 @@ def stable_rate(
     optimizer: OptimizerName = "sgd",
     momentum: float = 0.0,
     dampening: float = 0.0,
+    full: float | Tensor | None = None,
 ) -> Tensor:
     r"""Return the largest learning rate at which steps on a quadratic of this curvature are stable.
 
@@ -33,16 +34,29 @@ def stable_rate(
     ``kfac``      as ``momentum``
     ============  =============================================
 
+    With ``full``, each step has the curvature of another batch, with the mean :math:`\lambda` and
+    the variance :math:`v`, and :math:`\lambda' = \lambda + v / \lambda`. The mean square of the
+    weights stays finite below :math:`2 / \lambda'` for ``sgd``. Momentum sums the noise of many
+    batches and stands less of it:
+
+    .. math:: \alpha < \frac{2 (1 + \rho)}{(1 - \tau) (\lambda + \kappa (\lambda' - \lambda))},
+        \quad \kappa = \frac{1 + \rho}{1 - \rho}
+
+    For ``nesterov``, :math:`u = \alpha \lambda` is the positive root of
+    :math:`\rho (1 + 2 \rho) (1 + n) u^2 + (1 - \rho - 4 \rho^2 + n (1 + \rho)) u = 2 (1 - \rho^2)`
+    with :math:`n = \lambda' / \lambda - 1`.
+
     For ``adam`` and ``kfac``, :math:`\lambda` is the largest eigenvalue of the preconditioned
     matrix :math:`D^{-1/2} H D^{-1/2}`. The edge of local stability is not the largest rate that
     trains: networks move to flatter places, and train at a few times the edge.
 
     Args:
-        curvature: Curvature :math:`\lambda` of any shape. Where it is not positive, no learning
-            rate is unstable, and the result is infinite.
+        curvature: Curvature :math:`\lambda` of any shape, or :math:`\lambda'` if ``full`` is given.
+            Where it is not positive, no learning rate is unstable, and the result is infinite.
         optimizer: One of the table.
         momentum: Momentum :math:`\rho`, from 0 to 1; for ``adam`` it is :math:`\beta_1`.
         dampening: Dampening :math:`\tau` of heavy-ball momentum, as in ``torch.optim.SGD``.
+        full: Curvature :math:`\lambda` of all data, if ``curvature`` is that of batches.
 
     Reference: *Spectral Machine Learning*, section 5.7; Polyak (1964).
 
@@ -57,17 +71,50 @@ def stable_rate(
     if optimizer == "sgd" and momentum:
         raise ValueError(f"momentum must be 0 for sgd, got {momentum}: use optimizer='momentum'")
     curvature = torch.as_tensor(curvature, dtype=torch.float64)
-    factor = 1 + momentum
-    if optimizer == "nesterov":
-        factor /= 1 + 2 * momentum
-    elif optimizer == "adam":  # its running mean of gradients has weight 1 - beta_1
-        factor = math.inf if momentum == 1 else factor / (1 - momentum)
-    else:
-        factor = math.inf if dampening == 1 else factor / (1 - dampening)
     positive = curvature > 0
-    rate = 2 * factor / torch.where(positive, curvature, torch.ones_like(curvature))
+    safe = torch.where(positive, curvature, torch.ones_like(curvature))
+    mean = safe if full is None else torch.as_tensor(full, dtype=torch.float64).expand_as(safe)
+    # Without positive curvature of all data, that of a batch counts as if it were the same in all.
+    noise = torch.where(mean > 0, (safe / mean - 1).clamp(min=0.0), 0.0)
+    rate = _unit_rate(noise, optimizer, momentum, dampening) * (1 + noise) / safe
     # NaN stays NaN: only a curvature that is known to be zero or negative has no edge.
     return torch.where(positive | curvature.isnan(), rate + 0 * curvature, torch.inf)
+
+
+def _unit_rate(
+    noise: Tensor, optimizer: OptimizerName, momentum: float, dampening: float
+) -> Tensor:
+    """Return the edge for a mean curvature of 1 and the variance ``noise`` between batches.
+
+    With x_t = w_t and the curvature h = 1 + xi of a batch, steps are an autoregression of order two
+    that is driven by alpha xi y, where y is the point of the gradient. The edge is where the
+    stationary variance of y equals the variance that drives it.
+    """
+    rho = momentum
+    if optimizer == "nesterov" and rho:
+        # a u^2 + b u = c, in a form that does not cancel
+        a = rho * (1 + 2 * rho) * (1 + noise)
+        b, c = 1 - rho - 4 * rho**2 + noise * (1 + rho), 2 * (1 - rho**2)
+        root = (b.square() + 4 * a * c).sqrt()
+        return torch.where(b > 0, 2 * c / (root + b.abs()), (root + b.abs()) / (2 * a))
+    if optimizer == "adam":  # its running mean of gradients has weight 1 - beta_1
+        dampening = rho
+    # 2 (1 + rho) / (1 + kappa n); for rho = 1 there is no edge of noise but 0.
+    rate = 2 * (1 - rho**2) / ((1 - rho) + (1 + rho) * noise)
+    rate = torch.where(noise == 0, 2 * (1 + rho), rate)
+    return rate / (1 - dampening) if dampening < 1 else torch.full_like(rate, torch.inf)
+
+
+def noise_weight(optimizer: OptimizerName, momentum: float) -> float:
+    r"""Return how much more the noise of batches limits the rate than for plain SGD.
+
+    With the variance ``n`` of a unit curvature, noise halves the edge at ``n = 1 / weight``:
+    exactly for heavy-ball momentum, and as the crossing of both limits for Nesterov's.
+    """
+    if momentum == 1:
+        return math.inf
+    weight = (1 + momentum) / (1 - momentum)
+    return weight / (1 + 2 * momentum) if optimizer == "nesterov" else weight
 
 
 # ------------------------------------------------------------------------------------------

@@ -169,14 +169,15 @@ def trainable_rate(
     A copy of the model is trained from the weights of the risk with batches drawn without
     replacement. A trial fails if the loss becomes NaN, or if its mean over the last half of the
     steps is above ``limit`` times the loss of all data at the start. From ``start``, the learning
-    rate is doubled or halved until one trial passes and another fails, and then bisected. Every
-    trial repeats this with other batches. The model of the risk is not changed; its copy trains in
-    training mode, with batch statistics and dropout if it has them.
+    rate is doubled or halved until one training passes and another fails, and then bisected. Every
+    trial repeats this with other batches, from the limit of the trial before. The model of the risk
+    is not changed; its copy trains in training mode, with batch statistics and dropout if it has
+    them.
 
     This is larger than the edge of local stability :math:`2/\lambda'_1(B)`, usually by a factor of
     two to four, because the weights move to flatter places.
 
-    Cost: ``num_trials`` times 5 to 10 trainings of ``num_steps`` batches.
+    Cost: 4 to 8 trainings of ``num_steps`` batches for the first trial, 2 to 5 for each other.
 
     Args:
         risk: The loss at a point; the data must be in memory.
@@ -201,13 +202,15 @@ def trainable_rate(
     generator = resolve_generator(generator)
     check_range("limit", limit, low=1.0)
     training = _Training(risk, make, batch_size, num_steps, limit)
-    limits, halves = [], []
+    limits, halves, factor = [], [], 2.0
     with tracking(progress, f"trials of batches of {batch_size}", num_trials) as bar:
         for trial in range(num_trials):
             seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-            largest, half = _bisect(partial(training.stays, seed=seed), start, rtol)
+            largest, half = _bisect(partial(training.stays, seed=seed), start, factor, rtol)
             limits.append(largest)
             halves.append(half)
+            if math.isfinite(half):  # other batches have a limit nearby
+                start, factor = largest, 1 + 2 * rtol
             bar.update(trial + 1)
     estimate = Estimate.of(
         torch.tensor(limits, dtype=torch.float64),
@@ -236,7 +239,9 @@ def check_maker(name: str, make: object) -> None:
         ) from error
 
 
-def _bisect(stays: Callable[[float], bool], start: float, rtol: float) -> tuple[float, float]:
+def _bisect(
+    stays: Callable[[float], bool], start: float, factor: float, rtol: float
+) -> tuple[float, float]:
     """Return the largest learning rate that passes, with half the width of its interval.
 
     Bisection is geometric, because learning rates are compared by their ratios.
@@ -245,11 +250,13 @@ def _bisect(stays: Callable[[float], bool], start: float, rtol: float) -> tuple[
     low, high, rate = 0.0, math.inf, start
     for _ in range(TUNING.max_rises):
         if stays(rate):
-            low, rate = rate, rate * 2
+            low, rate = rate, rate * factor
         else:
-            high, rate = rate, rate / 2
+            high, rate = rate, rate / factor
         if low and math.isfinite(high):
             break
+        # Longer and longer steps, up to doubling: a limit that has moved far is found all the same.
+        factor = min(2.0, factor**2)
     if not low or math.isinf(high):  # all passed, or all failed: the limit is not known
         return low or high, math.inf
     # (high - low) / 2 <= rtol low

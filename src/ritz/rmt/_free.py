@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
-from scipy.fft import dct
 from torch import Tensor
 
 from ritz._core.checks import is_below
@@ -29,7 +28,7 @@ from ritz._core.density import Atoms
 from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
 from ritz.rmt._laws import Law, MarchenkoPastur, as_upper, reflected
-from ritz.rmt._transforms import Measure, Transformable, as_measure
+from ritz.rmt._transforms import Band, Measure, Transformable, as_measure, fit_band
 
 Kind = Literal["sum", "product"]
 
@@ -58,7 +57,6 @@ class Tuning:
     atom: float = 20.0
     bisections: int = 36
     # Nodes in a band, doubled until the last quarter of the cosine series is below this fraction.
-    first_nodes: int = 64
     last_nodes: int = 2048
     tail: float = 1e-9
     # Mass that may be missing from bands and atoms, and error of the fixed points.
@@ -70,29 +68,6 @@ class Tuning:
 
 
 TUNING = Tuning()
-
-
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    r"""One interval of a density, as a cosine series in :math:`x = c - R \cos f`.
-
-    .. math:: p(x) R \sin f = \sum_k c_k \cos k f
-
-    Attributes:
-        low: Lower edge.
-        high: Upper edge.
-        waves: Coefficients :math:`c_k`, ``(m,)``.
-    """
-
-    low: float
-    high: float
-    waves: Tensor
-
-    @property
-    def mass(self) -> float:
-        """The mass of the band."""
-        return math.pi * float(self.waves[0])
 
 
 @final
@@ -130,28 +105,16 @@ class FreeDensity(Law, HasStatus):
         return Atoms(self.points, self.masses)
 
     def _moment(self, degree: int) -> float:
-        """Return the mean of a power, by a Gauss-Chebyshev rule that is exact for the series."""
+        """Return the mean of a power, exactly for the series."""
         total = float(self.masses @ self.points**degree)
-        for band in self.bands:
-            count = len(band.waves) + degree
-            f = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
-            x = 0.5 * (band.low + band.high) - 0.5 * (band.high - band.low) * torch.cos(f)
-            total += float((_cosines(f, band.waves) * x**degree).mean()) * math.pi
-        return total
+        return total + math.fsum(band.moment(degree) for band in self.bands)
 
     def stieltjes(self, z: Tensor) -> Tensor:
         """Return the Stieltjes transform of the series, also on the real line, from above."""
         w = as_upper(z)
         total = ((1 / (w[..., None] - self.points)) * self.masses).sum(-1)
         for band in self.bands:
-            radius = 0.5 * (band.high - band.low)
-            y = (w - 0.5 * (band.low + band.high)) / radius
-            root = torch.sqrt(y - 1) * torch.sqrt(y + 1)
-            # int_0^pi cos(k f) / (y + cos f) df = pi (-u)^k / root with u = y - root = 1/(y + root)
-            u, value = -1 / (y + root), torch.zeros_like(w)
-            for wave in band.waves.flip(0).tolist():
-                value = value * u + wave
-            total = total + math.pi / radius * value / root
+            total = total + band.stieltjes(w)
         return reflected(z, total)
 
     def __str__(self) -> str:
@@ -322,20 +285,15 @@ def _band(
     kind: Kind, parts: tuple[Transformable, Transformable], low: float, high: float
 ) -> tuple[Band, float, float]:
     """Return a band, the largest residual, and the size of the end of its series."""
-    count = TUNING.first_nodes
-    while True:
-        f = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
-        x = 0.5 * (low + high) - 0.5 * (high - low) * torch.cos(f)
+    residuals = []
+
+    def pdf(x: Tensor) -> Tensor:
         G, _, residual = _solve(kind, parts, x)
-        values = -G.imag / math.pi * (0.5 * (high - low)) * torch.sin(f)
-        waves = torch.from_numpy(dct(values.numpy(), type=2)) / count
-        waves[0] /= 2
-        tail = float(waves[-count // 4 :].abs().max() / waves.abs().max())
-        if tail <= TUNING.tail or count >= TUNING.last_nodes:
-            # Without the end at roundoff, which would only cost time
-            length = int((waves.abs() > 1e-16 * waves.abs().max()).nonzero()[-1]) + 1
-            return Band(low=low, high=high, waves=waves[:length].clone()), residual, tail
-        count *= 2
+        residuals.append(residual)
+        return -G.imag / math.pi
+
+    band, tail = fit_band(pdf, low, high, last_nodes=TUNING.last_nodes, tail=TUNING.tail)
+    return band, residuals[-1], tail
 
 
 def _solve(

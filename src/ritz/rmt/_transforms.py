@@ -4,23 +4,32 @@ R adds over sums of free matrices, and S multiplies over their products. Both fo
 transform of Stieltjes, :math:`G(z) = \int dp(x) / (z - x)`.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from numpy.polynomial.legendre import leggauss
+from scipy.fft import dct
 from torch import Tensor
 
 from ritz._core.checks import check_finite
 from ritz._core.density import NO_ATOMS, Atoms, Density
 from ritz._core.storage import storable
+from ritz.rmt._laws import as_upper, reflected
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """Constants of the transforms."""
 
-    # Gauss-Legendre nodes that stand for a density without a transform of its own: they agree with
+    # Nodes of the cosine series that stands for a density without a transform of its own, doubled
+    # until the last quarter of the series is below this fraction. Tracy-Widom laws take 256.
+    first_nodes: int = 64
+    last_nodes: int = 2048
+    tail: float = 1e-11
+    # Gauss-Legendre nodes that stand for a density whose series does not converge: they agree with
     # closed forms to 1e-10 at a hundredth of the width from the real line.
     nodes: int = 2000
     # Numbers in a block of 1/(z - x): 32 MB in complex numbers.
@@ -55,6 +64,79 @@ class Weighted(Protocol):
 
 
 Measure = Tensor | Density | Transformable | Weighted
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    r"""One interval of a density, as a cosine series in :math:`x = c - R \cos f`.
+
+    .. math:: p(x) R \sin f = \sum_k c_k \cos k f
+
+    Attributes:
+        low: Lower edge.
+        high: Upper edge.
+        waves: Coefficients :math:`c_k`, ``(m,)``.
+    """
+
+    low: float
+    high: float
+    waves: Tensor
+
+    @property
+    def mass(self) -> float:
+        """The mass of the band."""
+        return math.pi * float(self.waves[0])
+
+    def moment(self, degree: int) -> float:
+        """Return the mean of a power, by a Gauss-Chebyshev rule that is exact for the series."""
+        f, x = chebyshev_nodes(len(self.waves) + degree, self.low, self.high)
+        orders = torch.arange(len(self.waves), dtype=torch.float64)
+        values = torch.cos(f[:, None] * orders) @ self.waves
+        return math.pi * float((values * x**degree).mean())
+
+    def stieltjes(self, w: Tensor) -> Tensor:
+        """Return the Stieltjes transform at points of the closed upper half-plane."""
+        radius = 0.5 * (self.high - self.low)
+        y = (w - 0.5 * (self.low + self.high)) / radius
+        root = torch.sqrt(y - 1) * torch.sqrt(y + 1)
+        # int_0^pi cos(k f) / (y + cos f) df = pi (-u)^k / root with u = y - root = 1/(y + root)
+        u, value = -1 / (y + root), torch.zeros_like(w)
+        for wave in self.waves.flip(0).tolist():
+            value = value * u + wave
+        return math.pi / radius * value / root
+
+
+def chebyshev_nodes(count: int, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return ``count`` angles and the points of an interval that belong to them."""
+    f = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
+    return f, 0.5 * (low + high) - 0.5 * (high - low) * torch.cos(f)
+
+
+def fit_band(
+    pdf: Callable[[Tensor], Tensor], low: float, high: float, *, last_nodes: int, tail: float
+) -> tuple[Band, float]:
+    """Return the series of a density on an interval, and the size of the end of the series.
+
+    Args:
+        pdf: The density at points ``(n,)``.
+        low: Lower edge.
+        high: Upper edge.
+        last_nodes: Number of nodes up to which it is doubled.
+        tail: Size of the end that is small enough.
+    """
+    count = TUNING.first_nodes
+    while True:
+        f, x = chebyshev_nodes(count, low, high)
+        values = pdf(x) * (0.5 * (high - low)) * torch.sin(f)
+        waves = torch.from_numpy(dct(values.numpy(), type=2)) / count
+        waves[0] /= 2
+        end = float(waves[-count // 4 :].abs().max() / waves.abs().max())
+        if end <= tail or count >= last_nodes:
+            # Without the end at roundoff, which would only cost time
+            length = int((waves.abs() > 1e-16 * waves.abs().max()).nonzero()[-1]) + 1
+            return Band(low=low, high=high, waves=waves[:length].clone()), end
+        count *= 2
 
 
 @storable
@@ -94,6 +176,37 @@ class Points:
         return torch.cat(parts).reshape(z.shape)
 
 
+@storable
+@dataclass(frozen=True, slots=True)
+class Smooth:
+    """A measure of one band and of atoms."""
+
+    band: Band
+    points: Tensor
+    masses: Tensor
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """Smallest and largest point."""
+        ends = [self.band.low, self.band.high, *self.points.tolist()]
+        return min(ends), max(ends)
+
+    @property
+    def atoms(self) -> Atoms:
+        """Points of positive mass."""
+        return Atoms(self.points, self.masses)
+
+    def moment(self, degree: int) -> float:
+        """Return the mean of a power."""
+        return self.band.moment(degree) + float(self.masses @ self.points**degree)
+
+    def stieltjes(self, z: Tensor) -> Tensor:
+        """Return the transform, on the real line from above."""
+        w = as_upper(z)
+        total = ((1 / (w[..., None] - self.points)) * self.masses).sum(-1)
+        return reflected(z, total + self.band.stieltjes(w))
+
+
 def as_measure(measure: Measure) -> Transformable:
     """Return eigenvalues, a spectrum or a density as something with a Stieltjes transform."""
     if isinstance(measure, Transformable):
@@ -116,11 +229,16 @@ def as_measure(measure: Measure) -> Transformable:
     )
 
 
-def _by_rule(density: Density) -> Points:
+def _by_rule(density: Density) -> Transformable:
     atoms = density.atoms
     if float(atoms.masses.sum()) > 1 - 1e-12:
         return Points(atoms.points, atoms.masses)
     low, high = density.support
+    # A smooth density is a short series, whose transform is known on the real line as well.
+    band, end = fit_band(density.pdf, low, high, last_nodes=TUNING.last_nodes, tail=TUNING.tail)
+    if end <= TUNING.tail and band.mass > 0:
+        scale = (1 - float(atoms.masses.sum())) / band.mass
+        return Smooth(replace(band, waves=scale * band.waves), atoms.points, atoms.masses)
     nodes, weights = (torch.from_numpy(array) for array in leggauss(TUNING.nodes))
     x = 0.5 * (low + high) + 0.5 * (high - low) * nodes
     # Gauss-Legendre, made to sum to the mass that the atoms leave
@@ -138,8 +256,9 @@ def stieltjes(measure: Measure, z: complex | Tensor) -> Tensor:
     :math:`p(x) = -\operatorname{Im} G(x) / \pi`.
 
     Args:
-        measure: A law, another density, a ``Spectrum``, or eigenvalues ``(n,)``. A density of
-            another package is replaced by 2,000 points, good at 0.01 of its width from the support.
+        measure: A law, another density, a ``Spectrum``, or eigenvalues ``(n,)``. A density without
+            a transform of its own, such as a Tracy-Widom law, is replaced by a cosine series, to
+            1e-11; if it is not smooth, by 2,000 points, good at 0.01 of its width from the support.
         z: Real or complex points. At an eigenvalue or another atom, where :math:`G` has a pole, the
             value is not a number.
     """

@@ -15,6 +15,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy
 from torch.optim import SGD, Optimizer
 
 from ritz import data, measures, models
+from ritz._core.progress import Progress, tracking
 from ritz.curvature import Risk
 from ritz.studies._protocol import column, seeded
 
@@ -58,18 +59,27 @@ def train_epochs(
     batch_size: int,
     num_epochs: int,
     generator: torch.Generator,
+    *,
+    label: str = "training",
+    progress: bool | Progress = False,
 ) -> None:
     """Train for some epochs of whole batches, at a constant learning rate."""
     inputs, labels = train
     model.train()
-    for _ in range(num_epochs):
-        order = torch.randperm(len(inputs), generator=generator).to(inputs.device)
-        # Only whole batches: all steps have gradients of the same noise, and a last batch of one
-        # sample would have no batch norm.
-        for rows in order.split(batch_size)[: len(inputs) // batch_size]:
-            optimizer.zero_grad()
-            cross_entropy(model(inputs[rows]), labels[rows]).backward()
-            optimizer.step()
+    # Only whole batches: all steps have gradients of the same noise, and a last batch of one
+    # sample would have no batch norm.
+    steps = len(inputs) // batch_size
+    with tracking(progress, label, num_epochs * steps) as bar:
+        for epoch in range(num_epochs):
+            order = torch.randperm(len(inputs), generator=generator).to(inputs.device)
+            total = 0.0
+            for step, rows in enumerate(order.split(batch_size)[:steps], start=1):
+                optimizer.zero_grad()
+                loss = cross_entropy(model(inputs[rows]), labels[rows])
+                loss.backward()
+                optimizer.step()
+                total += float(loss.detach())
+                bar.update(epoch * steps + step, f"mean loss {total / step:.3f}")
 
 
 def with_wrong_labels(

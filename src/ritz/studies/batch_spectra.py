@@ -10,31 +10,41 @@ GPU.
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.optim import SGD
 
 from ritz import data, models, plots
-from ritz._core.checks import check_choice, check_count, check_device, is_below
+from ritz._core.checks import check_choice, check_count, check_device, check_range, is_below
+from ritz._core.journal import Journal, Parts
 from ritz._core.progress import Progress
 from ritz._core.results import stderr
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES
-from ritz.measures import BatchCurve, batch_prediction, bulk_edge, measured_batches
+from ritz.measures import (
+    BatchCurve,
+    BatchPrediction,
+    batch_prediction,
+    bulk_edge,
+    measured_batches,
+)
 from ritz.plots._shared import style
-from ritz.spectra import Spectrum, eigenpairs, lanczos
+from ritz.spectra import Spectrum, lanczos
 from ritz.studies._evidence import Evidence, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
     check_minimums,
-    compute_cells,
     record,
     seeded,
+    track,
 )
 from ritz.studies._training import exponents, train_epochs
 
@@ -45,12 +55,12 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "lenet": ("lenet", {"width": 3, "hidden": (40, 20)}),
     "tanh": ("mlp", {"hidden": (64, 64, 64), "activation": "tanh"}),
     "resnet": ("resnet20", {"width": 4}),
-    "vgg16": ("vgg16", {}),
+    # Without dropout, so that training minimises the loss whose curvature is measured.
+    "vgg16": ("vgg16", {"dropout": 0.0}),
 }
 PREDICTIONS = ("subspace", "directional", "additive", "multiplicative")
 QUANTITIES = ("value", "spread", "overlap")
 ROWS = 2 + len(PREDICTIONS)  # measured, its errors, and the predictions
-NUM_VECTORS = 20
 # Goals: largest deviations of the mean. Each holds from its batch size on.
 VALUE_GOALS = {32: 0.10, 8: 0.20}
 OVERLAP_GOAL = (128, 0.1)
@@ -68,14 +78,18 @@ class Config:
         networks: Names of networks: ``logistic``, ``mlp``, ``lenet``, ``tanh``, ``resnet``,
             ``vgg16``.
         dataset: ``digits``, ``mnist`` or ``cifar100``.
-        num_samples: Samples ``N``, of training and of the curvature.
+        num_samples: Samples ``N`` of the curvature, which are among those of training.
+        num_training: Samples of training. Defaults to ``num_samples``.
         epochs: Epochs after which the curvature is measured.
         batch_sizes: Batch sizes, ascending.
         num_batches: Batches drawn for each size. The last entry is used for all further sizes.
         matrices: ``hessian`` and ``ggn``.
         shown: Size of the batch whose spectrum is compared with that of all data.
-        num_steps: Lanczos steps of these spectra.
+        num_steps: Lanczos steps of these spectra. Predictions use their leading Ritz vectors.
+        num_vectors: Vectors of the subspace of the predictions.
+        group_size: Samples per group; see :func:`ritz.measures.batch_prediction`.
         rate: Learning rate of SGD.
+        momentum: Momentum of SGD.
         train_size: Batch size of SGD.
         num_seeds: Runs of every network, with other samples, initial weights and batches.
         device: ``cpu`` or ``cuda``.
@@ -86,13 +100,17 @@ class Config:
     networks: tuple[str, ...] = ("logistic", "mlp", "lenet", "tanh")
     dataset: Literal["digits", "mnist", "cifar100"] = "mnist"
     num_samples: int = 4096
+    num_training: int | None = None
     epochs: tuple[int, ...] = (1, 10)
     batch_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048)
     num_batches: tuple[int, ...] = (20, 20, 10, 10, 5)
     matrices: tuple[str, ...] = MATRICES
     shown: int = 128
-    num_steps: int = 60
+    num_steps: int = 80
+    num_vectors: int = 20
+    group_size: int | None = None
     rate: float = 0.05
+    momentum: float = 0.0
     train_size: int = 64
     num_seeds: int = 3
     device: str = "cpu"
@@ -101,19 +119,28 @@ class Config:
 
     def __post_init__(self) -> None:
         check_minimums(
-            self, num_samples=20, epochs=1, num_batches=2, num_steps=3, rate=1e-6, num_seeds=1,
-            seed=0,
+            self, num_samples=20, epochs=1, num_batches=2, num_steps=3, num_vectors=1, rate=1e-6,
+            num_seeds=1, seed=0,
         )  # fmt: skip
+        check_range("momentum", self.momentum, low=0.0, high=0.999)
+        if self.num_training is not None:
+            check_count("num_training", self.num_training, low=self.num_samples)
         for name in self.networks:
             check_choice("networks", name, NETWORKS)
         for name in self.matrices:
             check_choice("matrices", name, MATRICES)
-        for size in (*self.batch_sizes, self.train_size):
+        for size in self.batch_sizes:
             check_count("batch_sizes", size, high=self.num_samples)
+        check_count("train_size", self.train_size, high=self.training)
         check_count("shown", self.shown, high=self.num_samples)
         for name in ("networks", "epochs", "batch_sizes", "num_batches", "matrices"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
+
+    @property
+    def training(self) -> int:
+        """Samples of training."""
+        return self.num_samples if self.num_training is None else self.num_training
 
 
 SIZES = {
@@ -122,15 +149,26 @@ SIZES = {
         batch_sizes=(8, 32, 100), num_batches=(4,), train_size=20, num_seeds=1,
     ),
     "paper": Config(
-        networks=("vgg16",), dataset="cifar100", num_samples=8192, epochs=(1, 5, 25), rate=0.02,
-        train_size=128, num_batches=(10,), num_seeds=1, device="cuda",
+        networks=("vgg16",), dataset="cifar100", num_samples=8192, num_training=50_000,
+        epochs=(1, 5, 25), rate=0.02, momentum=0.9, train_size=128, num_batches=(10,),
+        num_seeds=1, device="cuda",
     ),
 }  # fmt: skip
 
 
 @record
+class Prediction:
+    """What is predicted from all data: the curves, and what they and the picture are made of."""
+
+    curves: BatchPrediction
+    leading: Tensor  # the first eigenvector, (P,)
+    spectrum: Spectrum
+    loss: float
+
+
+@record
 class Cell:
-    """Curves and numbers of a network and seed, ``(e, m, rows, S)``, and its spectra."""
+    """Curves and numbers ``(..., rows, S)``, and spectra by network and matrix."""
 
     curves: Tensor
     spectra: dict[str, dict[str, Spectrum]]
@@ -175,9 +213,13 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
     c = config
     seeds = range(c.seed, c.seed + c.num_seeds)
     cells = {f"{name} {seed}": (name, seed) for name in c.networks for seed in seeds}
-    parts = compute_cells(
-        lambda cell: _measure(c, *cell), cells, "networks", config=c, state=state, progress=progress
-    )
+    # A single network takes long enough for a bar of each of its steps.
+    inner = progress if len(cells) == 1 else False
+    finished = Parts(Journal(state, {"config": repr(c)}))
+    parts = {
+        key: finished.get(key, partial(_measure, c, *cell, inner))
+        for key, cell in track(cells.items(), "networks", progress)
+    }
     # (n s, e, m, rows, S) to rows, networks, epochs, seeds, matrices.
     table = torch.stack([cell.curves for cell in parts.values()])
     table = table.unflatten(0, (len(c.networks), c.num_seeds))
@@ -202,85 +244,153 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
 # Training, and the curves of one network at one epoch.
 
 
-def _measure(config: Config, name: str, seed: int) -> Cell:
-    """Return curves and numbers of a network and seed, and the spectra after the last epoch."""
-    curves, spectra = [], {}
-    for epoch, risk in _trained(config, name, seed):
-        tables = [_compare(config, risk, matrix, (seed, epoch)) for matrix in config.matrices]
-        curves.append(torch.stack(tables))
-        # The picture is of one network: spectra of other seeds would not be shown.
-        if seed == config.seed and epoch == max(config.epochs):
-            spectra = {f"{name}, {one}": _spectra(config, risk, one) for one in config.matrices}
-    return Cell(curves=torch.stack(curves), spectra=spectra)
+def _measure(
+    config: Config, name: str, seed: int, progress: bool | Progress, *, state: StatePath
+) -> Cell:
+    """Return curves of a network and seed ``(e, m, rows, S)``, and spectra of the last epoch."""
+    training = Training(config, name, seed, state, progress)
+    finished = Parts(Journal(state, {"config": repr(config)}))
+    cells = [
+        finished.get(f"{epoch} {matrix}", partial(_compare, training, epoch, matrix))
+        for epoch, matrix in itertools.product(sorted(config.epochs), config.matrices)
+    ]
+    curves = torch.stack([cell.curves for cell in cells])
+    spectra = {name: pair for cell in cells for name, pair in cell.spectra.items()}
+    return Cell(curves=curves.unflatten(0, (len(config.epochs), -1)), spectra=spectra)
 
 
-def _spectra(config: Config, risk: Risk, matrix: Any) -> dict[str, Spectrum]:
-    """Return the spectra of all data and of one batch."""
-    order = torch.randperm(config.num_samples, generator=seeded(config.seed))
-    risks = {"all data": risk, "a batch": risk.samples(order[: config.shown])}
-    # The same start vector: what differs is due to the samples.
-    return {
-        name: lanczos(
-            curvature_operator(one, matrix),
-            num_steps=min(config.num_steps, risk.space.size),
-            generator=seeded(config.seed),
+class Training:
+    """A network that is trained as far as its curvature is asked for, and its saved state."""
+
+    def __init__(
+        self, config: Config, name: str, seed: int, state: StatePath, progress: bool | Progress
+    ) -> None:
+        self.config, self.name, self.seed, self.progress = config, name, seed, progress
+        # Samples, weights and batches draw from one generator: a run depends on its seed alone.
+        self._generator = seeded(seed)
+        device = check_device(config.device)
+        images: Any = data.load(config.dataset, data_dir=config.data)
+        split = images.train.take(config.training, generator=self._generator)
+        inputs, labels = split.tensors()
+        self._train = inputs.to(device), labels.to(device)
+        kind, options = NETWORKS[name]
+        shape = {"num_classes": images.num_classes, "input_shape": tuple(inputs.shape[1:])}
+        self._model = models.create(
+            kind, generator=self._generator, device=device, **shape, **options
         )
-        for name, one in risks.items()
-    }
+        self._params = list(self._model.parameters())
+        self._optimizer = SGD(self._params, lr=config.rate, momentum=config.momentum)
+        path = None if state is None else Path(f"{state}.training")
+        self._journal = Journal(path, {"config": repr(config)})
+        self._epoch = 0
+        if (saved := self._journal.load()) is not None:
+            self._epoch = self._restore(saved)
+
+    def risk(self, epoch: int) -> Risk:
+        """Return the risk after an epoch; epochs must not be asked for in falling order."""
+        for done in range(self._epoch, epoch):
+            train_epochs(
+                self._model, self._optimizer, self._train, self.config.train_size, 1,
+                self._generator, label=f"epoch {done + 1}", progress=self.progress,
+            )  # fmt: skip
+            self._epoch = done + 1
+            if self._journal.due():
+                self._journal.save(self._state(), step=self._epoch)
+        self._model.eval()  # measuring must not change the running statistics of batch norm
+        data = tuple(tensor[: self.config.num_samples] for tensor in self._train)
+        return Risk(self._model, cross_entropy, data)
+
+    def _state(self) -> dict[str, Any]:
+        buffers = [self._optimizer.state[p].get("momentum_buffer") for p in self._params]
+        return {
+            "epoch": self._epoch,
+            "model": dict(self._model.state_dict()),
+            "momentum": buffers,
+            "generator": self._generator.get_state(),
+        }
+
+    def _restore(self, saved: Mapping[str, Any]) -> int:
+        self._model.load_state_dict(saved["model"])
+        for param, buffer in zip(self._params, saved["momentum"], strict=True):
+            if buffer is not None:
+                self._optimizer.state[param]["momentum_buffer"] = buffer.to(param.device)
+        self._generator.set_state(saved["generator"])
+        return int(saved["epoch"])
 
 
-def _trained(config: Config, name: str, seed: int) -> Iterator[tuple[int, Risk]]:
-    """Yield epoch and risk of a network after each epoch of the list."""
-    generator = seeded(seed)
-    # Samples, weights and batches draw from one generator: a run depends on its seed alone.
-    device = check_device(config.device)
-    images: Any = data.load(config.dataset, data_dir=config.data)
-    inputs, labels = images.train.take(config.num_samples, generator=generator).tensors()
-    inputs, labels = inputs.to(device), labels.to(device)
-    kind, options = NETWORKS[name]
-    shape = {"num_classes": images.num_classes, "input_shape": tuple(inputs.shape[1:])}
-    model = models.create(kind, generator=generator, device=device, **shape, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.rate)
-    for epoch in range(1, max(config.epochs) + 1):
-        train_epochs(model, optimizer, (inputs, labels), config.train_size, 1, generator)
-        if epoch in config.epochs:
-            model.eval()  # measuring must not change the running statistics of batch norm
-            yield epoch, Risk(model, cross_entropy, (inputs, labels))
+def _compare(training: Training, epoch: int, matrix: Any, *, state: StatePath) -> Cell:
+    """Return measured curves, their errors, the predictions and numbers, ``(rows, S)``."""
+    c, risk = training.config, training.risk(epoch)
+    finished = Parts(Journal(state, {"config": repr(c)}))
+    prediction = finished.get("prediction", partial(_predict, training, risk, matrix))
 
-
-def _compare(config: Config, risk: Risk, matrix: Any, place: tuple[int, int]) -> Tensor:
-    """Return measured curves, their errors, the predictions, and rows of numbers, ``(rows, S)``."""
-    sizes, (seed, epoch) = config.batch_sizes, place
-    pairs = eigenpairs(
-        curvature_operator(risk, matrix),
-        largest=min(NUM_VECTORS, risk.space.size),
-        rtol=1e-3,
-        certify="none",
-        generator=seeded(seed),
-    )
-    predicted = batch_prediction(
-        risk, batch_sizes=sizes, matrix=matrix, pairs=pairs, generator=seeded(seed)
-    )
-    if pairs.vectors is None:
-        raise RuntimeError("eigenpairs() returned no vectors")
-    # Drawn with another seed than the groups: predictions must not see these batches.
-    drawn, leading = seeded(1_000_003 * epoch + seed), pairs.vectors[:, -1]
-    parts = []
-    for index, size in enumerate(sizes):
-        count = config.num_batches[min(index, len(config.num_batches) - 1)]
+    def measure(size: int, count: int) -> Tensor:
+        # Drawn with another seed than the groups: predictions must not see these batches.
         one = measured_batches(
-            risk, batch_sizes=[size], leading=leading, matrix=matrix, num_batches=count,
-            generator=drawn,
+            risk, batch_sizes=[size], leading=prediction.leading, matrix=matrix, num_batches=count,
+            generator=seeded(1_000_003 * epoch + 10_007 * size + training.seed),
+            progress=training.progress,
         )  # fmt: skip
-        parts.append(torch.stack([_numbers(one, "mean"), _numbers(one, "stderr")]))
-    rows = [_numbers(getattr(predicted, name), "mean") for name in PREDICTIONS]
-    facts = (predicted.lambda_max, predicted.along, predicted.variance)
-    numbers = [float(one) for one in facts] + [float(predicted.variance.stderr)]
-    numbers += [risk.loss(), pairs.num_products + predicted.cost]
-    curves = torch.cat([torch.cat(parts, 2), torch.stack(rows)]).flatten(0, 1)
+        return torch.stack([_numbers(one, "mean"), _numbers(one, "stderr")])
+
+    # The last number of batches is that of all further sizes.
+    counts = itertools.chain(c.num_batches, itertools.repeat(c.num_batches[-1]))
+    parts = [
+        finished.get(f"{size}", lambda state, size=size, count=count: measure(size, count))
+        for size, count in zip(c.batch_sizes, counts, strict=False)
+    ]
+    curves = prediction.curves
+    rows = [_numbers(getattr(curves, name), "mean") for name in PREDICTIONS]
+    facts = (curves.lambda_max, curves.along, curves.variance)
+    numbers = [float(one) for one in facts] + [float(curves.variance.stderr)]
+    numbers += [prediction.loss, prediction.spectrum.num_products + curves.cost]
+    table = torch.cat([torch.cat(parts, 2), torch.stack(rows)]).flatten(0, 1)
     # A number does not depend on the batch size: repeat it, so that it stacks with the curves.
-    columns = torch.tensor(numbers, dtype=torch.float64)[:, None].expand(-1, len(sizes))
-    return torch.cat([curves, columns])
+    columns = torch.tensor(numbers, dtype=torch.float64)[:, None].expand(-1, len(c.batch_sizes))
+    spectra = {}
+    # The picture is of one network: spectra of other seeds would not be shown.
+    if training.seed == c.seed and epoch == max(c.epochs):
+        pair = {"all data": prediction.spectrum, "a batch": _spectrum(training, risk, matrix)}
+        spectra = {f"{training.name}, {matrix}": pair}
+    return Cell(curves=torch.cat([table, columns]), spectra=spectra)
+
+
+def _predict(training: Training, risk: Risk, matrix: Any, *, state: StatePath) -> Prediction:
+    c = training.config
+    spectrum = lanczos(
+        curvature_operator(risk, matrix),
+        num_steps=min(c.num_steps, risk.space.size),
+        vectors=True,
+        state=state,
+        generator=seeded(training.seed),
+        progress=training.progress,
+    )
+    if spectrum.vectors is None:
+        raise RuntimeError("lanczos() returned no vectors")
+    curves = batch_prediction(
+        risk, batch_sizes=c.batch_sizes, matrix=matrix, pairs=spectrum,
+        num_vectors=min(c.num_vectors, len(spectrum.values)), group_size=c.group_size,
+        generator=seeded(training.seed), progress=training.progress,
+    )  # fmt: skip
+    return Prediction(
+        curves=curves,
+        leading=spectrum.vectors[:, -1].clone(),
+        spectrum=replace(spectrum, vectors=None),
+        loss=risk.loss(),
+    )
+
+
+def _spectrum(training: Training, risk: Risk, matrix: Any) -> Spectrum:
+    """Return the spectrum of one batch."""
+    c = training.config
+    order = torch.randperm(c.num_samples, generator=seeded(c.seed))
+    # The start vector is that of all data: what differs is due to the samples.
+    return lanczos(
+        curvature_operator(risk.samples(order[: c.shown]), matrix),
+        num_steps=min(c.num_steps, risk.space.size),
+        generator=seeded(training.seed),
+        progress=training.progress,
+    )
 
 
 def _numbers(curve: BatchCurve, field: str) -> Tensor:

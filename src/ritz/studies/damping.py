@@ -8,6 +8,9 @@ of stability of the predicted curvature :math:`\lambda'_1(B)` with the divisor :
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,9 +21,10 @@ from torch.optim import Optimizer
 from ritz import measures, plots
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress
+from ritz._core.results import stderr
 from ritz.curvature import Risk
 from ritz.plots._shared import style
-from ritz.studies._evidence import Evidence
+from ritz.studies._evidence import Evidence, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -40,6 +44,7 @@ from ritz.studies._training import (
 from ritz.training._shared import create_optimizer
 
 OPTIMIZERS = ("damped_adamw", "kfac", "ekfac")  # with a damping delta
+NAMES = {"damped_adamw": "damped AdamW", "kfac": "K-FAC", "ekfac": "EK-FAC"}
 PREDICTIONS = ("noise along phi_1", "homogeneous noise", "edge of stability")
 
 
@@ -59,8 +64,9 @@ class Config:
         batch_sizes: Batch sizes of trials and predictions.
         num_steps: Steps of a trial.
         num_trials: Repetitions of a trial.
+        num_seeds: Repetitions with other images, weights and batches.
         data: Folder of data sets. Defaults to the environment variable ``RITZ_DATA``.
-        seed: Seed of everything random.
+        seed: Seed of everything random in the first repetition; others follow.
     """
 
     optimizer: str = "damped_adamw"
@@ -73,6 +79,7 @@ class Config:
     batch_sizes: tuple[int, ...] = (4, 16, 64, 256)
     num_steps: int = 40
     num_trials: int = 3
+    num_seeds: int = 3
     data: str | None = None
     seed: int = 0
 
@@ -81,14 +88,14 @@ class Config:
         check_minimums(
             self, rates=1e-6, batch_sizes=1, num_samples=8, pool=1, num_epochs=1, num_steps=2
         )
-        check_minimums(self, num_trials=2, seed=0)
+        check_minimums(self, num_trials=2, num_seeds=1, seed=0)
 
 
 SIZES = {
     "smoke": Config(rates=(1.0,), networks=("mlp",), dataset="digits", num_samples=256, pool=1,
-                    num_epochs=2, batch_sizes=(8, 64), num_steps=6, num_trials=2),
+                    num_epochs=2, batch_sizes=(8, 64), num_steps=6, num_trials=2, num_seeds=2),
     "paper": Config(networks=("vgg16",), dataset="cifar100", num_samples=50_000, pool=1,
-                    num_epochs=25,
+                    num_epochs=25, num_seeds=1,
                     batch_sizes=(32, 64, 128, 256, 512, 1024, 2048, 4096), num_steps=400),
 }  # fmt: skip
 
@@ -98,10 +105,11 @@ class Result(StudyResult[Config]):
     """Least damping of all networks, learning rates and batch sizes, measured and predicted.
 
     Attributes:
-        least: Least damping in trials, ``(networks, rates, S)``; NaN if even the least one that was
-            tried trains.
+        least: Least damping in trials, ``(seeds, networks, rates, S)``; NaN if even the least one
+            that was tried trains.
         errors: Half a 95 % interval of it, same shape.
-        predicted: Three predictions, in the order of ``PREDICTIONS``, ``(networks, rates, 3, S)``.
+        predicted: Three predictions, in the order of ``PREDICTIONS``, ``(seeds, networks, rates, 3,
+            S)``.
     """
 
     least: Tensor
@@ -117,17 +125,17 @@ class Result(StudyResult[Config]):
 
     def __str__(self) -> str:
         c = self.config
-        lines = [
-            row(f"least damping, {c.optimizer}", c.batch_sizes, ">10,", width=40) + "  exponent"
-        ]
-        slopes, guesses = self.exponents(self.least), self.exponents(self.predicted)
+        title = f"least damping, {c.optimizer}, {c.num_seeds} seeds"
+        lines = [row(title, c.batch_sizes, ">10,", width=40) + "  exponent"]
+        slopes, guesses = self.exponents(self.least), self.exponents(self.predicted).mean(0)
+        least, predicted = self.least.nanmean(0), self.predicted.mean(0)
         for i, name in enumerate(c.networks):
             for j, rate in enumerate(c.rates):
                 title = f"{name}, learning rate {rate:g}"
-                lines.append(row(title, self.least[i, j], ">10.3g", width=40)
-                             + f"{slopes[i, j]:>10.2f}")  # fmt: skip
+                lines.append(row(title, least[i, j], ">10.3g", width=40)
+                             + f"{spread(slopes[:, i, j]):>12}")  # fmt: skip
                 for k, label in enumerate(PREDICTIONS):
-                    lines.append(row(f"  {label}", self.predicted[i, j, k], ">10.3g", width=40)
+                    lines.append(row(f"  {label}", predicted[i, j, k], ">10.3g", width=40)
                                  + f"{guesses[i, j, k]:>10.2f}")  # fmt: skip
         return "\n".join(lines)
 
@@ -140,19 +148,20 @@ def run(
     state: StatePath = None,
 ) -> Result:
     """Return the least damping of all networks, measured and predicted."""
-    train = load_pooled(config, device)[0]
+    runs = [replace(config, seed=config.seed + i) for i in range(config.num_seeds)]
+    load = cache(partial(load_pooled, device=device))
     cells = compute_cells(
-        lambda name: _measure(config, train, name),
-        {name: name for name in config.networks},
+        lambda cell: _measure(cell[0], load(cell[0])[0], cell[1]),
+        {f"{run.seed}, {name}": (run, name) for run in runs for name in config.networks},
         "networks",
         config=config,
         state=state,
         progress=progress,
     )
-    # Networks, rates, then least damping, its error and three predictions, then batch sizes.
-    table = torch.stack(list(cells.values()))
+    # Seeds, networks, rates, then least damping, its error and three predictions, then batch sizes.
+    table = torch.stack(list(cells.values())).unflatten(0, (len(runs), -1))
     return Result(
-        config=config, least=table[:, :, 0], errors=table[:, :, 1], predicted=table[:, :, 2:]
+        config=config, least=table[..., 0, :], errors=table[..., 1, :], predicted=table[..., 2:, :]
     )
 
 
@@ -165,8 +174,9 @@ def _measure(config: Config, train: Samples, name: str) -> Tensor:
     # While delta is large beside sqrt(v), a step is one of SGD with dampened momentum and the
     # learning rate alpha/delta: the edge is that of the curvature without a preconditioner.
     edge = measures.stable_rate(
-        advice.prediction.best.value.mean, optimizer="adam", momentum=advice.momentum
-    )
+        advice.prediction.best.value.mean, optimizer="adam", momentum=advice.momentum,
+        full=advice.prediction.lambda_max.mean,
+    )  # fmt: skip
     rows = []
     for rate in config.rates:
         # The inverse x of the damping is bisected like a learning rate: the step is (alpha x) g, so
@@ -200,12 +210,13 @@ def figure(result: Result) -> style.Figure:
     for index, ax in enumerate(axes):
         # One row of panels per learning rate.
         j, i = divmod(index, len(c.networks))
-        values = result.least[i, j].numpy()
+        values, runs = result.least[:, i, j].nanmean(0).numpy(), result.least[:, i, j]
+        errors = (stderr(runs) if len(runs) > 1 else result.errors[0, i, j]).numpy()
         # An interval that reaches zero has no place on a logarithmic scale.
-        errors = result.errors[i, j].numpy().clip(max=0.6 * values)
+        errors = errors.clip(max=0.6 * values)
         style.bars(ax, c.batch_sizes, values, yerr=errors, color="black", label="measured")
         for k, label in enumerate(PREDICTIONS):
-            line = result.predicted[i, j, k]
+            line = result.predicted[:, i, j, k].mean(0)
             # Without noise, at the batch of all data, two predictions are zero.
             shown = torch.where(line > 0, line, torch.nan).numpy()
             style.line(ax, c.batch_sizes, shown, style.STYLE.palette[k],
@@ -219,49 +230,42 @@ def figure(result: Result) -> style.Figure:
 
 
 def evidence(result: Result) -> list[Evidence]:
-    """Return the published rule beside the measured exponents, for each learning rate."""
-    c, slopes = result.config, result.exponents(result.least)
-    figures = "5.11, 5.12" if c.optimizer == "damped_adamw" else "5.13, 5.14"
-    rows = []
-    for j, rate in enumerate(c.rates):
-        values = slopes[:, j]
-        # delta ~ 1 / B, to 0.3 in the exponent.
-        agrees = bool(((values + 1).abs() < 0.3).all())
-        rows.append(
-            Evidence(
-                paper="SPECTRA",
-                where=f"Figures {figures}, here " + ", ".join(c.networks),
-                what=f"exponent of the least damping over the batch size, {c.optimizer}, learning "
-                f"rate {rate:g}, batches of {c.batch_sizes[0]} to {c.batch_sizes[-1]}",
-                published="-1",
-                measured=", ".join(f"{value:.2f}" for value in values.tolist()),
-                verdict="agrees" if agrees else "differs",
-                why=""
-                if agrees
-                else "it falls with the batch size, until the curvature of all "
-                "data and sqrt(v) set it",
-            )
-        )
-    return [*rows, _ratios(result)]
+    """Return the published rule beside the measured exponents, and the predictions."""
+    c = result.config
+    rows = [_exponent(result, i, j)
+            for j, i in product(range(len(c.rates)), range(len(c.networks)))]  # fmt: skip
+    return [*rows, *(_ratio(result, k) for k in range(len(PREDICTIONS)))]
 
 
-def _ratios(result: Result) -> Evidence:
-    """Return the ratios of the measured dampings to the predicted ones."""
-    # At the largest batches there is little noise, and the curvature of all data takes over.
-    noisy = [i for i, size in enumerate(result.config.batch_sizes) if size < 200]
-    ratios = result.least[..., None, noisy] / result.predicted[..., noisy]
-    parts = [
-        f"{label}: {float(values.nanquantile(0.5)):.2g} ({float(values.nanquantile(0.0)):.2g} to "
-        f"{float(values.nanquantile(1.0)):.2g})"
-        for label, values in zip(PREDICTIONS, ratios.movedim(2, 0).flatten(1), strict=True)
-    ]
+def _exponent(result: Result, i: int, j: int) -> Evidence:
+    """Return the exponent of the least damping of a network over the batch size."""
+    c, values = result.config, result.exponents(result.least)[:, i, j]
+    agrees = abs(float(values.nanmean()) + 1) < 0.3
     return Evidence(
         paper="SPECTRA",
-        where="equation 5.36, here " + ", ".join(result.config.networks),
-        what="least damping over its prediction, median and range, batches below 200, "
-        f"{result.config.optimizer}",
-        published="homogeneous noise along all outliers",
-        measured="; ".join(parts),
+        where="Figures 5.11, 5.12" if c.optimizer == "damped_adamw" else "Figures 5.13, 5.14",
+        what=f"{c.networks[i]}, {NAMES[c.optimizer]}, rate {c.rates[j]:g}: exponent of the least "
+        f"damping over B ({c.batch_sizes[0]} to {c.batch_sizes[-1]})",
+        published="-1",
+        measured=spread(values),
+        verdict="agrees" if agrees else "differs",
+        why="within 0.3" if agrees else "the curvature of all data also sets it",
+    )
+
+
+def _ratio(result: Result, k: int) -> Evidence:
+    """Return the ratio of the measured dampings to a prediction."""
+    # At the largest batches there is little noise, and the curvature of all data takes over.
+    noisy = [i for i, size in enumerate(result.config.batch_sizes) if size < 200]
+    ratios = (result.least[..., noisy] / result.predicted[..., k, noisy]).flatten()
+    low, middle, high = (float(ratios.nanquantile(q)) for q in (0.0, 0.5, 1.0))
+    return Evidence(
+        paper="SPECTRA",
+        where="equation 5.36",
+        what=f"{NAMES[result.config.optimizer]}: least damping over the prediction by "
+        f"{PREDICTIONS[k]}, B < 200",
+        published="-",
+        measured=f"median {middle:.2g} ({low:.2g} to {high:.2g})",
         verdict="extends",
-        why="noise along the leading eigenvector is the better prediction",
+        why="the papers' prediction" if PREDICTIONS[k].startswith("homogeneous") else "",
     )
