@@ -3,8 +3,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 import ritz
+from ritz.cli import _app
 
 ROOT = Path(__file__).parents[1]
 ROWS = [
@@ -37,3 +39,35 @@ def test_every_name_exists(name):
         value = getattr(ritz, first)
     for part in rest:
         value = getattr(value, part)
+
+
+def test_every_option_exists():
+    app = typer.main.get_command(_app.build())
+    known = {
+        option
+        for command in [app, *app.commands.values()]
+        for part in [command, *getattr(command, "commands", {}).values()]
+        for parameter in part.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    named = {word for row in ROWS for code in re.findall(r"`([^`]+)`", row[-1])
+             for word in code.split() if word.startswith("--")}  # fmt: skip
+    assert named
+    assert named - known == set()
+
+
+def test_every_quantity_and_command_exists():
+    text = " ".join(row[-1] for row in ROWS)
+    quantities = re.findall(r"--quantity (\w+)", text)
+    assert quantities
+    assert set(quantities) <= set(ritz.training.quantity_names())
+    commands = re.findall(r"`ritz (\w+)", text)
+    assert set(commands) <= set(typer.main.get_command(_app.build()).commands)
+
+
+def test_every_study_that_is_named_has_a_section_of_evidence():
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    for name in NAMES:
+        first, _, study = name.partition(".")
+        if first == "studies" and study in ritz.studies.available():
+            assert re.search(rf"^### {study}", page, re.MULTILINE), study

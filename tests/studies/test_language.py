@@ -20,7 +20,7 @@ def test_every_method_has_perplexities_of_every_epoch(result):
     assert result.curves.shape == (7, 2, 4)
     assert bool(result.test.isfinite().all())
     assert bool((result.test > 1).all())
-    begun = dict(zip(study.METHODS, result.starts[:, 0].tolist(), strict=True))
+    begun = dict(zip(result.names, result.starts[:, 0].tolist(), strict=True))
     # Averages from epoch 2 of 4: there is one at its end.
     assert {name for name, start in begun.items() if start == 2} >= {"ASGD", "Gadam", "GadamX"}
     for name in ("Adam", "Adam, steps", "Padam, steps"):
@@ -31,8 +31,21 @@ def test_adam_is_the_last_iterate_of_gadam(result):
     config = result.config
     text = study._text(config)
     scores = study._train(config, text, "Gadam", config.seed)
-    rows = [study.METHODS.index(name) for name in ("Adam", "Gadam")]
+    rows = [result.names.index(name) for name in ("Adam", "Gadam")]
     assert result.test[rows, 0].tolist() == scores[:, 0].tolist()
+
+
+def test_a_part_of_the_methods_has_the_comparisons_between_them(result):
+    config = dataclasses.replace(result.config, methods=("Gadam",), num_seeds=1)
+
+    part = study.run(config)
+
+    assert part.names == ("Adam", "Gadam")
+    row = [result.names.index(name) for name in part.names]
+    assert torch.equal(part.test, result.test[row, :1])
+    (claim,) = study.evidence(part)
+    assert claim.what.endswith("Gadam against Adam")
+    assert "one seed" in claim.why
 
 
 def test_rare_words_become_unknown_and_frequent_ones_stay():
@@ -66,7 +79,8 @@ def test_the_paper_has_the_published_sizes():
     assert study._changes(paper, "Padam, steps")["milestones"] == (100, 150)
 
 
-@pytest.mark.parametrize("bad", [{"num_epochs": 3}, {"regularization": 1.5}, {"vocabulary": 3}])
+@pytest.mark.parametrize("bad", [{"num_epochs": 3}, {"regularization": 1.5}, {"vocabulary": 3},
+                                 {"methods": ("Adam",)}])  # fmt: skip
 def test_options_out_of_range_name_the_field(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         dataclasses.replace(study.Config(), **bad)

@@ -1,12 +1,16 @@
 """Results of studies beside the published ones, as rows of one page.
 
 A study compares its result with the published tables and figures in ``evidence(result)``, which
-returns a list of :class:`Evidence`. :func:`evidence` collects the rows of all saved results.
+returns a list of :class:`Evidence`. ``setting(result)``, if it has that function, says in one line
+on what network and data. :func:`evidence` collects the rows of all saved results.
 """
 
 import math
 import os
-from collections.abc import Iterator
+import re
+import typing
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +22,7 @@ from ritz._core.results import format_uncertain, stderr
 from ritz._core.storage import load
 from ritz.studies._protocol import find
 
-Verdict = Literal["agrees", "differs", "extends"]
+Verdict = Literal["agrees", "differs", "undecided", "extends"]
 # Titles of the papers, in the order of the page.
 PAPERS = {
     "SPECTRA": "Spectral Machine Learning",
@@ -41,8 +45,10 @@ class Evidence:
         what: The quantity.
         published: The published figure, or what the text says.
         measured: The measured figure with its spread over seeds.
-        verdict: ``agrees``, ``differs``, or ``extends`` if there is no published figure for it.
-        why: The reason for a difference, or a condition that has to be known.
+        verdict: ``agrees``, ``differs``, ``undecided`` if the scatter between seeds is too large to
+            tell, or ``extends`` if there is no published figure for it.
+        why: The reason for a difference, or a condition that has to be known: a note below the
+            table.
     """
 
     paper: str
@@ -64,72 +70,129 @@ def spread(values: Tensor) -> str:
     return format_uncertain(float(found.mean()), error) if error else f"{float(found[0]):.5g}"
 
 
-def signed(differences: Tensor, sign: int) -> dict[str, Any]:
+def signed(differences: Tensor, sign: int, *, cause: str = "") -> dict[str, Any]:
     """Return verdict and reason for differences within each seed, whose sign was published.
 
     Args:
         differences: By seed; the scatter between seeds cancels in them.
         sign: -1, 1, or 0 if they were published to be about zero.
+        cause: The likely cause, if the result is not as published.
     """
-    mean, error = float(differences.mean()), float(stderr(differences))
+    mean = float(differences.mean())
+    # One run has no scatter, so only its sign can be compared.
+    alone = len(differences) == 1
+    error = 0.0 if alone else float(stderr(differences))
     # A difference counts from two standard errors on; NaN does not count.
     measured = int(math.copysign(1, mean)) if is_below(2 * error, abs(mean)) else 0
-    verdict: Verdict = "agrees" if measured == sign else "differs"
-    why = "no difference beyond two standard errors" if measured == 0 != sign else ""
-    if sign == 0 and measured:
-        why = "lower" if measured < 0 else "higher"
-    return {"verdict": verdict, "why": why}
+    if measured == sign:
+        return {"verdict": "agrees", "why": "one seed" if alone else ""}
+    notes = ["one seed"] * alone
+    if measured and not sign:
+        notes.append("lower" if measured < 0 else "higher")
+    verdict: Verdict = "differs" if measured else "undecided"
+    return {"verdict": verdict, "why": "; ".join([*notes, *([cause] if cause else [])])}
+
+
+# ------------------------------------------------------------------------------------------
+# The page.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Section:
+    """The rows that one saved result has for one paper."""
+
+    name: str
+    result: Any
+    rows: list[Evidence]
+
+    def place(self) -> tuple[int, ...]:
+        """Return the first chapter, table or figure of the rows, by which sections are sorted."""
+        numbers = (re.search(r"\d+(\.\d+)*", row.where) for row in self.rows)
+        return min((tuple(map(int, m[0].split("."))) for m in numbers if m), default=(0,))
 
 
 def evidence(folder: str | os.PathLike[str]) -> str:
     """Return a page of Markdown: the evidence in all saved results of studies in a folder."""
-    rows: dict[str, dict[Evidence, str]] = {key: {} for key in PAPERS}
-    sources = []
+    sections: dict[str, list[_Section]] = {key: [] for key in PAPERS}
+    known: set[Evidence] = set()
     for path in sorted(Path(folder).glob("*.safetensors")):
         result = load(path)
-        study: Any = find(type(result).__module__.rpartition(".")[2])
-        sources.append(f"| `{path.name}` | `{_command(result)}` | {_origin(result)} |")
-        # A study that reproduces no published figure has no rows, but its result is listed.
-        for row in getattr(study, "evidence", lambda result: [])(result):
+        rows: dict[str, list[Evidence]] = {}
+        for row in _study(result).evidence(result):
             # A part that is the same at all settings is listed once, for the first result.
-            rows[row.paper].setdefault(row, path.stem)
-    return "\n".join([*_tables(rows), *_sources(sources)]) + "\n"
+            if row not in known:
+                rows.setdefault(row.paper, []).append(row)
+        known |= {row for listed in rows.values() for row in listed}
+        for paper, listed in rows.items():
+            sections[paper].append(_Section(name=path.stem, result=result, rows=listed))
+    lines = list(_counts(sections))
+    for paper, parts in sections.items():
+        lines += [f"## {PAPERS[paper]}", ""] * bool(parts)
+        for part in sorted(parts, key=_Section.place):
+            lines += _lines(part)
+    return "\n".join(lines)
 
 
-def _tables(rows: dict[str, dict[Evidence, str]]) -> Iterator[str]:
-    for key, sources in rows.items():
-        if sources:
-            yield f"## {PAPERS[key]}\n"
-            yield "| where | what | published | measured | verdict | result |"
-            yield "| --- | --- | --- | --- | --- | --- |"
-            yield from map(_line, sources, sources.values())
-            yield ""
+def _counts(sections: dict[str, list[_Section]]) -> Iterator[str]:
+    verdicts = typing.get_args(Verdict)
+    yield from ("## Count", "", f"| paper | rows | {' | '.join(verdicts)} |")
+    yield "| --- |" + " ---: |" * (1 + len(verdicts))
+    total = Counter[str]()
+    for paper, parts in sections.items():
+        counts = Counter(row.verdict for part in parts for row in part.rows)
+        total.update(counts)
+        if parts:
+            yield _cells([PAPERS[paper], counts.total(), *(counts[v] for v in verdicts)])
+    yield _cells(["all", total.total(), *(total[verdict] for verdict in verdicts)])
+    yield ""
 
 
-def _sources(sources: list[str]) -> Iterator[str]:
-    yield "## Results\n"
-    yield "| file | command | machine and date |"
-    yield "| --- | --- | --- |"
-    yield from sources
+def _lines(section: _Section) -> Iterator[str]:
+    study, notes = _study(section.result), list[str]()
+    yield from (f"### {section.name}", "")
+    # The first line of the docstring says what the study is, its setting on what.
+    about = [(study.__doc__ or "").partition("\n")[0]]
+    about += [study.setting(section.result)] if hasattr(study, "setting") else []
+    yield from (" ".join(about), "")
+    yield "| where | quantity | published | measured | verdict |"
+    yield "| --- | --- | --- | --- | --- |"
+    for row in section.rows:
+        verdict = f"**{row.verdict}**" if row.verdict == "differs" else row.verdict
+        if row.why:
+            # Rows with the same reason share a note.
+            notes += [row.why] if row.why not in notes else []
+            verdict += f" ({notes.index(row.why) + 1})"
+        yield _cells([row.where, row.what, row.published, row.measured, verdict])
+    yield ""
+    yield from (f"{number}. {note[0].upper()}{note[1:]}." for number, note in enumerate(notes, 1))
+    yield from [""] * bool(notes)
+    yield from (f"`{_command(section.result)}`: {_origin(section.result)}", "")
 
 
-def _line(row: Evidence, source: str) -> str:
-    verdict = f"**{row.verdict}**" + (f": {row.why}" if row.why else "")
-    cells = (row.where, row.what, row.published, row.measured, verdict, source)
+def _cells(cells: Iterable[object]) -> str:
     # A bar would begin a new column.
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _study(result: Any) -> Any:
+    return find(type(result).__module__.rpartition(".")[2])
 
 
 def _command(result: Any) -> str:
-    """Return the command that makes a result: the fields that differ from their defaults."""
-    name, config = type(result).__module__.rpartition(".")[2], result.config
-    default = type(config)()
-    words = [f"ritz study {name}"]
+    """Return the command that makes a result: the nearest size, and what differs from it."""
+    name = type(result).__module__.rpartition(".")[2]
+    sizes = {"": type(result.config)(), **getattr(_study(result), "SIZES", {})}
+    options = {size: list(_changes(result.config, base)) for size, base in sizes.items()}
+    # The default wins where several sizes are equally near.
+    size = min(options, key=lambda size: len(options[size]))
+    return " ".join([f"ritz study {name}", *([f"--size {size}"] if size else []), *options[size]])
+
+
+def _changes(config: Any, base: Any) -> Iterator[str]:
     for field in fields(config):
         value = getattr(config, field.name)
-        if value != getattr(default, field.name) and field.name not in PLACES:
-            words.append(f"--set {field.name}={_text(value)}")
-    return " ".join(words)
+        if value != getattr(base, field.name) and field.name not in PLACES:
+            yield f"--set {field.name}={_text(value)}"
 
 
 def _text(value: Any) -> str:

@@ -41,6 +41,11 @@ SERIES = (
 DECAYS = (0.0, 1e-4, 5e-4, 2e-3)  # of Figure 7.3
 DECAY = DECAYS[2]  # of all other runs of SGD
 PLAIN = " without batch norm"
+# Likely causes of differences from the paper, by figure.
+CAUSES = {
+    "7.4": "3,000 images are few for the network: with 20,000 (--set num_train=20000, one seed) "
+    "the gap is 1.9 % at a constant learning rate and 2.6 % after steps",
+}
 
 
 def choices(config: "Config") -> dict[str, dict[str, Any]]:
@@ -295,33 +300,33 @@ def evidence(result: Result) -> list[Evidence]:
         where = "7.5" if name == swa else "7.6"
         rows.append((where, f"norm of the average over that of the last iterate, {name}",
                      "below 1", ratio, ratio - 1, -1))  # fmt: skip
-    place = f"here a {result.config.model} network on {result.config.dataset}"
-    found = [
+    for part, kind in (("a", "ensemble"), ("b", "average")):
+        gains = result.gains(kind)
+        rows.append((f"7.3{part}", f"change of the test error in % by the {kind}, weight decay "
+                     f"{DECAYS[-1]:g} less {DECAYS[0]:g}", "lower: the gain grows",
+                     *_twice(gains[-1] - gains[0]), -1))  # fmt: skip
+    rows.sort(key=lambda row: row[0])
+    return [
         Evidence(
-            paper="SPECTRA", where=f"Figure {where}, {place}", what=what, published=published,
-            measured=spread(values), **signed(differences, sign),
+            paper="SPECTRA", where=f"Figure {where}", what=what, published=published,
+            measured=spread(values), **signed(differences, sign, cause=CAUSES.get(where, "")),
         )
         for where, what, published, values, differences, sign in rows
     ]  # fmt: skip
-    return [*found, *_by_decay(result, place)]
+
+
+def setting(result: Result) -> str:
+    """Return the network and data."""
+    c = result.config
+    images = "all" if c.num_train is None else f"{c.num_train:,}"
+    return (
+        f"{'Small CNN' if c.model == 'small' else 'VGG-16'}, {images} images of {c.dataset}, "
+        f"{c.num_epochs} epochs, {c.num_seeds} seeds."
+    )
 
 
 def _twice(values: Tensor) -> tuple[Tensor, Tensor]:
     return values, values
-
-
-def _by_decay(result: Result, place: str) -> Iterator[Evidence]:
-    for part, kind in (("a", "ensemble"), ("b", "average")):
-        gains = result.gains(kind)
-        yield Evidence(
-            paper="SPECTRA",
-            where=f"Figure 7.3{part}, {place}",
-            what=f"change of the test error in % by the {kind}, weight decay "
-            + ", ".join(f"{decay:g}" for decay in DECAYS),
-            published="the gain grows with the decay",
-            measured="; ".join(map(spread, gains)),
-            **signed(gains[-1] - gains[0], -1),
-        )
 
 
 # ------------------------------------------------------------------------------------------

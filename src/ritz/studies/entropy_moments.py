@@ -159,21 +159,28 @@ def evidence(result: Result) -> list[Evidence]:
     """Return whether the entropy falls with the moments, by series and matrix."""
     rows = []
     for series in SERIES[:2]:
-        entropies, errors = result.entropies[series], result.errors[series]
+        entropies, errors = result.entropies[series], result.errors[series][:, -1]
         # Rises below 1e-3 come from moments that had to be relaxed.
-        falls = int((entropies.diff(dim=1).amax(1) < 1e-3).sum())
-        wanted = len(result.names) if series == "MEMe" else 0
+        rises, count = int((entropies.diff(dim=1).amax(1) >= 1e-3).sum()), len(result.names)
+        holds = rises == 0 if series == "MEMe" else 2 * rises > count
         rows.append(
             Evidence(
                 paper="SPECTRA",
                 where="Figure 2.1",
-                what=f"{series}: matrices whose entropy never rises with the number of moments; "
-                "error of log det with the most moments",
-                published="always falls" if series == "MEMe" else "goes up and down",
-                measured=f"{falls} of {len(result.names)}; "
-                + ", ".join(f"{error:.1e}" for error in errors[:, -1]),
-                verdict="agrees" if falls == wanted else "differs",
-                why="" if falls == wanted else f"expected {wanted} of {len(result.names)}",
+                what=f"{series}: matrices whose entropy rises somewhere with the moments",
+                published="none" if series == "MEMe" else "it goes up and down",
+                measured=f"{rises} of {count}",
+                verdict="agrees" if holds else "differs",
+            )
+        )
+        rows.append(
+            Evidence(
+                paper="SPECTRA",
+                where="Figure 2.1",
+                what=f"{series}: relative error of log det with the most moments",
+                published="a curve for another matrix",
+                measured=f"{float(errors.min()):.1e} to {float(errors.max()):.1e}",
+                verdict="extends",
             )
         )
     return rows

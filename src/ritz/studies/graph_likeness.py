@@ -182,7 +182,7 @@ def evidence(result: Result) -> list[Evidence]:
                 where="Figure 3.4",
                 what=f"{kind} graphs: symmetric KL within the kind, and to others",
                 published="kinds are separated" if known else "-",
-                measured=f"within at most {apart['largest_within']:.2g}, to others at least "
+                measured=f"at most {apart['largest_within']:.2g}; at least "
                 f"{apart['least_between']:.2g}; ordered in {apart['ordered']:.0%} of pairs",
                 verdict=("agrees" if apart["ordered"] == 1 else "differs") if known else "extends",
                 why="" if known else "social networks do not form a class",

@@ -22,7 +22,7 @@ from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz.graphs._shared import Model
 from ritz.plots._shared import style
-from ritz.studies._evidence import Evidence
+from ritz.studies._evidence import Evidence, spread
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded, track
 
 MODELS: tuple[Model, ...] = ("erdos_renyi", "watts_strogatz", "barabasi_albert")
@@ -210,7 +210,7 @@ def evidence(result: Result) -> list[Evidence]:
                 where="Table 3.1a",
                 what=f"{_title(model, k)}: estimate for n = {', '.join(map(str, c.sizes))}",
                 published=", ".join(f"{value:.4g}" for value in published),
-                measured=", ".join(f"{a:.4g} ± {b:.2g}" for a, b in zip(mean, error, strict=True)),
+                measured=", ".join(spread(values) for values in estimates),
                 verdict="agrees" if bool(good.all()) else "differs",
                 why="" if bool(good.all()) else "ours is further from the truth in one size",
             )

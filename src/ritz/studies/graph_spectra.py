@@ -157,8 +157,8 @@ def evidence(result: Result) -> list[Evidence]:
             Evidence(
                 paper="SPECTRA",
                 where=figures[name],
-                what=f"{name}: divergence of the entropic spectrum from the exact one, "
-                f"{result.config.counts[0]} to {result.config.counts[-1]} moments",
+                what=f"{name}: divergence from the exact spectrum, {result.config.counts[0]} to "
+                f"{result.config.counts[-1]} moments",
                 published="the fit improves with moments",
                 measured=f"{float(divergence[0]):.2g} to {float(divergence[-1]):.2g}",
                 verdict="agrees" if falls else "differs",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ritz import data, models, plots, training
-from ritz._core.checks import check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.progress import Progress
 from ritz.data import TextData, TextSplit
 from ritz.plots._shared import style
@@ -43,7 +43,6 @@ PRESETS = {
     "Gadam": "gadam/lstm/ptb",
     "GadamX": "gadamx/lstm/ptb",
 }
-METHODS = ("Adam", *PRESETS)  # Adam is the last iterate of Gadam
 # Validation and test perplexity, Tables 12 and 13.
 PAPER = {
     "Adam": (65.96, 63.16), "ASGD": (64.88, 61.98), "NT-ASGD": (66.01, 64.73),
@@ -73,6 +72,7 @@ class Config:
     """Text, network and number of the runs.
 
     Attributes:
+        methods: Methods, of ``PRESETS``. Adam is added if Gadam is one of them.
         dataset: ``ptb``, or ``chain``, a random chain of words for a test without files.
         num_words: Words of the training text, from its beginning; a quarter as many for validation
             and for testing. ``None`` is all of the text.
@@ -93,6 +93,7 @@ class Config:
         data: Folder of the text. Defaults to the environment variable ``RITZ_DATA``.
     """
 
+    methods: tuple[str, ...] = tuple(PRESETS)
     dataset: Literal["ptb", "chain"] = "ptb"
     num_words: int | None = 20_000
     vocabulary: int | None = 1000
@@ -117,8 +118,10 @@ class Config:
     def __post_init__(self) -> None:
         check_minimums(
             self, length=2, batch_size=1, width=1, hidden=1, depth=1, num_epochs=4, patience=1,
-            num_seeds=2, seed=0, rate=0.0,
+            num_seeds=1, seed=0, rate=0.0,
         )  # fmt: skip
+        for name in self.methods:
+            check_choice("methods", name, PRESETS)
         check_range("regularization", self.regularization, low=0.0, high=1.0)
         for name, low in (("num_words", 200), ("vocabulary", 10)):
             if getattr(self, name) is not None:
@@ -142,7 +145,7 @@ class Result(StudyResult[Config]):
     """Perplexities of every method; that of the average where a method has one.
 
     Attributes:
-        test: Test perplexity at the end, ``(methods, num_seeds)``, in the order of ``METHODS``.
+        test: Test perplexity at the end, ``(methods, num_seeds)``, in the order of ``names``.
         curves: Validation perplexity after every epoch, ``(methods, num_seeds, num_epochs)``; that
             of the average once it has begun.
         starts: First epoch at whose end there is an average, ``(methods, num_seeds)``; NaN without.
@@ -156,6 +159,12 @@ class Result(StudyResult[Config]):
     words: int
     num_classes: int
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The methods in their order; Adam is the last iterate of Gadam."""
+        chosen = self.config.methods
+        return ("Adam", *chosen) if "Gadam" in chosen else chosen
+
     def __str__(self) -> str:
         c = self.config
         lines = [
@@ -163,7 +172,7 @@ class Result(StudyResult[Config]):
             f"{c.num_epochs} epochs; mean over {c.num_seeds} seeds ± standard error",
             f"{'':14}{'validation':>20}{'test':>20}{'average from':>14}{'published test':>16}",
         ]
-        for i, name in enumerate(METHODS):
+        for i, name in enumerate(self.names):
             start = self.starts[i].mean()
             begun = "-" if bool(start.isnan()) else f"{float(start):.1f}"
             lines.append(
@@ -178,21 +187,23 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
     text = _text(config)
     # (last iterate or average, test and epochs) by seed and method.
     table = compute_by_seed(
-        partial(_train, config, text), PRESETS, config=config, state=state, progress=progress
-    )
+        partial(_train, config, text), config.methods, config=config, state=state,
+        progress=progress,
+    )  # fmt: skip
     last, average = table.permute(2, 1, 0, 3)
     best = torch.where(average.isnan(), last, average)
-    # Averaging does not change the iterates: those of Gadam are those of Adam.
-    adam = last[list(PRESETS).index("Gadam")]
     # The first column is the test, the others are epochs.
     begun = average[..., 1:].isfinite()
     starts = torch.where(begun.any(-1), begun.double().argmax(-1) + 1.0, math.nan)
-    scores = torch.cat([adam[None], best])
+    if "Gadam" in config.methods:
+        # Averaging does not change the iterates: those of Gadam are those of Adam.
+        adam = last[config.methods.index("Gadam")][None]
+        best, starts = torch.cat([adam, best]), torch.cat([starts[:1] * math.nan, starts])
     return Result(
         config=config,
-        test=scores[..., 0].contiguous(),
-        curves=scores[..., 1:].contiguous(),
-        starts=torch.cat([torch.full_like(starts[:1], math.nan), starts]),
+        test=best[..., 0].contiguous(),
+        curves=best[..., 1:].contiguous(),
+        starts=starts,
         words=len(text.train.tokens),
         num_classes=text.num_classes,
     )
@@ -206,7 +217,9 @@ def figure(result: Result) -> style.Figure:
     drawing, axes = plots.panels(1, 2, width=4.8, height=3.4)
     count = result.config.num_epochs
     for axis, start in zip(axes, (1, count // 2 + 1), strict=True):
-        for name, colour, curves in zip(METHODS, style.STYLE.palette, result.curves, strict=True):
+        for name, colour, curves in zip(
+            result.names, style.STYLE.palette, result.curves, strict=False
+        ):
             if start == 1 or "ASGD" not in name:
                 # Dashed, so that the two that share their first epochs are both visible.
                 line = "--" if name.startswith("Gadam") else "-"
@@ -220,18 +233,29 @@ def figure(result: Result) -> style.Figure:
     return drawing
 
 
+def setting(result: Result) -> str:
+    """Return the text and the network."""
+    c = result.config
+    return (
+        f"{result.words:,} words of {c.dataset}, vocabulary of {result.num_classes:,}, {c.depth} "
+        f"layers of {c.hidden}, {c.num_epochs} epochs, {c.num_seeds} seed{'s'[: c.num_seeds > 1]}."
+    )
+
+
 def evidence(result: Result) -> list[Evidence]:
     """Return each comparison of the tables as a paired change of the test perplexity in %."""
-    c, rows = result.config, []
+    rows = []
     for where, name, other in CLAIMS:
-        first, second = (result.test[METHODS.index(each)] for each in (name, other))
+        if not {name, other} <= set(result.names):
+            continue
+        first, second = (result.test[result.names.index(each)] for each in (name, other))
         # Relative changes, since perplexities depend on text and vocabulary.
         published = 100 * (PAPER[name][1] / PAPER[other][1] - 1)
         change = 100 * (first / second - 1)
         rows.append(
             Evidence(
                 paper="GADAM",
-                where=f"{where}, here {result.words:,} words of {c.dataset}, {c.num_epochs} epochs",
+                where=where,
                 what=f"change of the test perplexity in %, {name} against {other}",
                 published=f"{published:+.1f}",
                 measured=spread(change),

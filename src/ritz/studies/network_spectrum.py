@@ -113,12 +113,12 @@ def evidence(result: Result) -> list[Evidence]:
             Evidence(
                 paper="SPECTRA",
                 where="Section 4.5.2",
-                what=f"network-like matrix of order {result.config.size}: {item.name}",
-                published="-",
-                measured=f"{plain_estimate(item.estimate)}, exactly {item.exact:.5g}",
+                what=f"network-like matrix of order {result.config.size:,}: {item.name}",
+                published=f"exactly {item.exact:.5g}",
+                measured=plain_estimate(item.estimate),
                 verdict="agrees" if low <= item.exact <= high else "differs",
-                why="the exact value is in the 99.9 % interval"
-                if low <= item.exact <= high
+                why="the exact value is outside the 99.9 % interval"
+                if not low <= item.exact <= high
                 else "",
             )
         )
