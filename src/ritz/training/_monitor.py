@@ -17,7 +17,7 @@ from ritz._core.training_config import Unit
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.optim import StepReader
-from ritz.training._folder import FilePath, Log, Record
+from ritz.training._files import FilePath, Log, Record
 from ritz.training._quantities import QUANTITIES, USUAL, total_cost
 from ritz.training._watched import Memory, Watched
 
@@ -150,13 +150,15 @@ class CurvatureMonitor:
         # The mode of batch norm of a user-defined risk is not known before it is made.
         return callable(self.source) or self.batch_norm != "train" or not QUANTITIES[name].separable
 
-    def _needs(self, name: str, part: str) -> bool:
-        return part in QUANTITIES[name].parts
-
     @property
     def cost(self) -> float:
         """Cost of a measurement in gradients of the sub-sample, at most, after the first one."""
-        return total_cost(self.names, self)
+        return total_cost(self)
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """What the quantities share."""
+        return frozenset(part for name in self.names for part in QUANTITIES[name].parts)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Begin with a training: note the initial weights, and those before each step, if needed.
@@ -169,7 +171,7 @@ class CurvatureMonitor:
         self._memory = Memory()
         if "distance" in self.names:
             self._memory.note_initial(parameters(optimizer))
-        if any(self._needs(name, "step") for name in self.names):
+        if "step" in self.parts:
             self._memory.reader = StepReader(optimizer)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -210,9 +212,9 @@ class CurvatureMonitor:
                 record |= QUANTITIES[name].measure(watched)
             except ValueError as error:
                 # A default that this model or loss does not have is left out; others were chosen.
-                if self.quantities is not None or not self._needs(name, "samples"):
+                if self.quantities is not None or not QUANTITIES[name].separable:
                     raise
-                self.names = tuple(n for n in self.names if not self._needs(n, "samples"))
+                self.names = tuple(n for n in self.names if not QUANTITIES[n].separable)
                 warnings.warn(f"gradients of single samples are not watched: {error}", stacklevel=2)
         if not callable(self.source):
             # The traces of the products serve the next measurement. What is cached for this point
