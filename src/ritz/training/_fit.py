@@ -28,6 +28,7 @@ from ritz.training._loop import Monitor, Run
 from ritz.training._optimizers import OptimizerChoice, optimizer_names
 from ritz.training._result import TrainingResult, TrainingStatus, history_of
 from ritz.training._step import device_of
+from ritz.training._writers import Writer
 
 
 def fit(
@@ -45,6 +46,7 @@ def fit(
     monitors: Sequence[Monitor] = (),
     checkpoint: FilePath | None = None,
     log: FilePath | None = None,
+    writer: Writer | None = None,
     progress: bool | Progress = False,
     **options: Unpack[TrainingOptions],
 ) -> TrainingResult:
@@ -108,6 +110,10 @@ def fit(
             write in it.
         log: File of JSON lines, one per epoch; see :func:`read_log`. An existing file is
             overwritten. If the run resumes, lines after the checkpoint are removed.
+        writer: A TensorBoard ``SummaryWriter``, or another object with a method ``add_scalar``. It
+            receives the numbers of the log (``train/loss``, ``test/accuracy``, ``learning_rate``)
+            and of monitors (``curvature/lambda_max``) over the number of steps. A run that resumes
+            writes from its checkpoint on.
         progress: Show a progress bar, or a :class:`Progress` to report to.
         **options: Fields of :class:`TrainingConfig`, which replace those of ``config``.
 
@@ -163,6 +169,7 @@ def fit(
                 signals=signals,
                 log=log,
                 folder=folder,
+                writer=writer,
                 classes=classes,
             )
             status = run.train(progress)

@@ -30,6 +30,7 @@ from ritz.training._optimizers import make_optimizer
 from ritz.training._recurrent import carried_state, gathered
 from ritz.training._result import TrainingStatus, diverged
 from ritz.training._step import Piece, Step, batch_mass, evaluate, nested, scaled_rates
+from ritz.training._writers import Writer, write_scalars
 
 LOADER = "loader."  # names of the generators of loaders begin with it
 
@@ -105,6 +106,7 @@ class Run:
         signals: Names of the signals received so far: a reason to stop.
         log: Path of the log, or ``None``.
         folder: Folder of the checkpoint, or ``None``.
+        writer: Receives the numbers of the log, or ``None``.
         classes: Classes of user-defined objects, which a resumed run must share.
     """
 
@@ -122,6 +124,7 @@ class Run:
     signals: Sequence[str]
     log: Any
     folder: Folder | None
+    writer: Writer | None
     classes: dict[str, str]
 
     def __post_init__(self) -> None:
@@ -469,15 +472,25 @@ class Run:
             if getattr(monitor, "unit", "step") != unit:
                 continue
             record = monitor(count, self.model, self.optimizer)
-            if record is not None and self._log is not None:
+            if record is not None:
                 # A step belongs to the epoch that is not yet complete.
                 number = self.state.epoch + (unit == "step")
-                self._log.write({**record, "epoch": number, "step": self.state.step})
+                # A monitor with a writer of its own has written already.
+                new = getattr(monitor, "writer", None) is None
+                place = {"epoch": number, "step": self.state.step}
+                self._publish({"kind": "curvature", **record, **place}, written=not new)
 
     def _record(self, record: Record) -> None:
         self.state.records.append(record)
+        self._publish(record)
+
+    def _publish(self, record: Record, *, written: bool = False) -> None:
+        """Pass a record to the log and, unless it is written already, to the writer."""
         if self._log is not None:
             self._log.write(record)
+        if self.writer is not None and not written and rank() == 0:
+            # All numbers over steps: some tools refuse a count that decreases.
+            write_scalars(self.writer, record, self.state.step)
 
     # --------------------------------------------------------------------------------------
     # Evaluation of the weights and of their average.

@@ -1,10 +1,9 @@
 """``CurvatureMonitor``: curvature measured while a model trains, without changing the training."""
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final, get_args
+from typing import Any, final, get_args
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -20,13 +19,7 @@ from ritz.optim import StepReader
 from ritz.training._files import FilePath, Log, Record
 from ritz.training._quantities import QUANTITIES, USUAL, total_cost
 from ritz.training._watched import Memory, Watched
-
-
-class Writer(Protocol):
-    """Receives numbers over time, such as ``torch.utils.tensorboard.SummaryWriter``."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Receive one number."""
+from ritz.training._writers import Writer, write_scalars
 
 
 @final
@@ -84,7 +77,8 @@ class CurvatureMonitor:
         epsilon: Added to variances and curvatures that are divided by. Defaults to 0.
         seed: Seed of the probes.
         log: File of JSON lines to append to. Not needed in ``fit``, which logs what is returned.
-        writer: A TensorBoard ``SummaryWriter``; tags begin with ``curvature/``.
+        writer: A TensorBoard ``SummaryWriter``; tags begin with ``curvature/``. Not needed in
+            ``fit``, which has a ``writer`` for the training log as well.
     """
 
     source: Any = field(kw_only=False)
@@ -199,8 +193,7 @@ class CurvatureMonitor:
         if self._log is not None:
             self._log.write(record)
         if self.writer is not None:
-            for name, value in scalars(numbers).items():
-                self.writer.add_scalar(f"curvature/{name}", value, count)
+            write_scalars(self.writer, record, count)
         return record
 
     def measure(self, model: nn.Module, optimizer: Optimizer | None = None) -> Record:
@@ -236,9 +229,3 @@ class CurvatureMonitor:
         options: Any = {name: getattr(self, name) for name in names}
         risk = Risk(model, self.loss_fn, self.source, sharing="none", **options)
         return Watched(self, self._memory, risk, curvature_operator(risk, self.matrix), optimizer)
-
-
-def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a record, without lists and words."""
-    numbers = {name: value for name, value in record.items() if type(value) is float}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}

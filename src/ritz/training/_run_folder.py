@@ -34,8 +34,8 @@ class Tuning:
     # 3.6 %, extrapolated from 128 and 1,280 (docs/monitors.md).
     watched: int = 1024
     watched_large: int = 512
-    # Parameters of a large network: VGG-16 has 15 million, for which the goal of 5 % was missed, and
-    # perceptrons and LeNet on MNIST have less than 100,000, and met it.
+    # Parameters of a large network: VGG-16 has 15 million, for which the goal of 5 % was missed.
+    # Perceptrons and LeNet on MNIST have less than 100,000, and met it.
     large: int = 1_000_000
 
 

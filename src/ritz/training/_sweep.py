@@ -434,7 +434,10 @@ def sweep(
         >>> result.best, result.metrics["train_loss"].shape
         ({'lr': 1.0}, torch.Size([2, 2]))
     """
-    taken = {"model", "data", "config", "checkpoint", "log", "progress", "average", "options"}
+    for name in ("checkpoint", "log", "average", "writer"):
+        if name in options:
+            raise TypeError(f"sweep has no option {name!r}, which its runs would share")
+    taken = {"model", "data", "config", "progress", "options"}
     known = signature(fit).parameters.keys() - taken
     # Names of optimisers and schedules are options of training, which are in the table; objects
     # are passed on.

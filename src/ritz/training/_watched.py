@@ -33,12 +33,12 @@ class Tuning:
 
     # Costs in gradients of the watched samples, rounded up, of 1,024 samples of a perceptron on
     # one core (benchmarks/monitors.py): the dearest case, since its gradient is one dense product,
-    # and all else waits for memory. A product took 1.0, a pass over the gradients of samples 21, a
-    # histogram 45 to 50. Norms of these gradients alone took 0.9, and 2.9 for LeNet.
+    # and all else waits for memory. A product took 1.0, a pass over the gradients of samples 19 to
+    # 32, a histogram 42 to 58. Norms of these gradients alone took 2, and 3.4 for LeNet.
     product: float = 2.0
-    samples: float = 25.0
+    samples: float = 35.0
     norms: float = 4.0
-    histogram: float = 50.0
+    histogram: float = 60.0
     # A product with 128 groups of samples took 10, and tracing the products of another matrix 35.
     grouped: float = 12.0
     traced: float = 40.0
