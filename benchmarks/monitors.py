@@ -1,28 +1,34 @@
 """Monitors: what a measurement adds to a run, and what each quantity costs in gradients.
 
 Usage: python benchmarks/monitors.py [--device cuda] [--network mlp|lenet|vgg16] [--samples N]
-           [--watched N] [--every K] [--rounds N] [--part run|quantities]
+           [--timed N] [--watched N] [--every K] [--rounds N] [--part run|quantities] [--limit S]
 
-``run`` trains ``--every`` epochs by ``fit``, on images of the shape of MNIST (``mlp``, ``lenet``)
-or of CIFAR-100 with its augmentation (``vgg16``), in batches of 128, and measures the quantities
-that ``ritz train --watch`` logs by default: the first measurement, which searches the largest
-eigenvalue from a random vector, and later ones. ``share`` is their time over that of the epochs.
+``run`` trains by ``fit``, on images of the shape of MNIST (``mlp``, ``lenet``) or of CIFAR-100 with
+its augmentation (``vgg16``), in batches of 128, and measures the quantities that ``ritz train
+--watch`` logs by default every ``--every`` epochs: the first measurement, which searches the
+largest eigenvalue from a random vector, and ``--rounds`` later ones. ``share`` is the time of a
+later one over that of the epochs before it. With ``--timed`` only so many samples are trained on,
+and the time of an epoch of ``--samples`` is extrapolated from it. The images are random: the time
+does not depend on them, but for the products of the first search.
+
 ``quantities`` measures each quantity alone, after its first time, over a gradient of the watched
-samples, beside the cost that the registry states. The images are random: the time does not depend
-on them, but for the products of the first search.
+samples, beside the cost that the registry states. A quantity that fails is a row with its error.
+
+Results are written after each round and each quantity. After ``--limit`` seconds none is begun.
 """
 
 import argparse
 import time
 
 import torch
-from timing import RESULTS, interleaved, median, ratio, table, write
+from timing import RESULTS, interleaved, median, ratio, write
 from torch.nn.functional import cross_entropy
 
 import ritz
 from ritz.data import Augmentation, Split
 from ritz.training import CurvatureMonitor, fit, quantity_names
 from ritz.training._quantities import QUANTITIES
+from ritz.training._run_folder import num_watched
 
 SHAPES = {"mlp": (1, 28, 28), "lenet": (1, 28, 28), "vgg16": (3, 32, 32)}
 
@@ -31,126 +37,161 @@ class Setting:
     """A network, random images for it, and a part of them to watch."""
 
     def __init__(self, options):
-        shape, self.options = SHAPES[options.network], options
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randint(256, (options.samples, *shape), generator=generator)
-        labels = torch.randint(10, (options.samples,), generator=generator)
-        middle = torch.full((shape[0],), 0.5, dtype=torch.float64)
-        self.data = Split(inputs=images.to(torch.uint8), targets=labels, mean=middle, std=middle)
-        self.augment = Augmentation() if options.network == "vgg16" else None
-        part = images[: options.watched].float() / 127.5 - 1, labels[: options.watched]
-        self.watched = tuple(tensor.to(options.device) for tensor in part)
+        shape, self.options, device = SHAPES[options.network], options, options.device
+        self.cuda, self.start = device.startswith("cuda"), time.monotonic()
+        # On a shared CPU the time that other programs take does not count.
+        self.clock = time.perf_counter if self.cuda else time.process_time
         self.model = self.network()
+        self.watched = options.watched or num_watched(self.model)
+        count = max(self.watched, options.timed or options.samples)
+        generator = torch.Generator().manual_seed(0)
+        # As bytes: in int64 the images of CIFAR take 1.2 GB.
+        images = torch.randint(256, (count, *shape), generator=generator, dtype=torch.uint8)
+        labels = torch.randint(10, (count,), generator=generator)
+        middle = torch.full((shape[0],), 0.5, dtype=torch.float64)
+        self.data = Split(
+            inputs=images.to(device), targets=labels.to(device), mean=middle, std=middle
+        )
+        part = images[: self.watched].float() / 127.5 - 1, labels[: self.watched]
+        self.part = tuple(tensor.to(device) for tensor in part)
 
     def network(self):
         names = {"num_classes": 10, "input_shape": SHAPES[self.options.network]}
         return ritz.models.create(self.options.network, **names).to(self.options.device)
 
-    def optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    def monitor(self, names=None, every=1):
+        return CurvatureMonitor(self.part, quantities=names, batch_size=512, every=every)
 
-    def train(self):
-        """Train for the epochs between two measurements."""
-        augment = {} if self.augment is None else {"augment": self.augment}
+    def now(self):
+        """Return the time, after all work on the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        return self.clock()
+
+    @property
+    def late(self):
+        return time.monotonic() - self.start > self.options.limit
+
+    @property
+    def row(self):
+        names = ("network", "device", "precision", "samples", "timed", "every")
+        row = {name: getattr(self.options, name) for name in names}
+        return row | {"watched": self.watched}
+
+
+class Timed:
+    """Times a monitor, and the epochs before each measurement; writes after each."""
+
+    unit = "epoch"
+
+    def __init__(self, monitor, setting, file):
+        self.monitor, self.setting, self.file = monitor, setting, file
+        self.attach = monitor.attach
+        self.first, self.epochs, self.spent, self.end = None, [], [], None
+
+    def __call__(self, epoch, model, optimizer):
+        begin = self.setting.now()
+        record = self.monitor(epoch, model, optimizer)
+        if record is None:
+            return
+        if self.first is None:
+            # The epochs before it contain what is done once: capturing, searching algorithms.
+            self.end = self.setting.now()
+            self.first = self.end - begin
+        else:
+            self.epochs.append(begin - self.end)
+            self.end = self.setting.now()
+            self.spent.append(self.end - begin)
+        self.write()
+        if self.setting.late:
+            raise KeyboardInterrupt
+
+    def write(self):
+        row = self.setting.row | {"first_s": self.first, "stated": self.monitor.cost}
+        if self.epochs:
+            options = self.setting.options
+            scale = options.samples / (options.timed or options.samples)
+            epochs = [scale * seconds for seconds in self.epochs]
+            shares = [m / t for m, t in zip(self.spent, epochs, strict=True)]
+            row |= {"epochs_s": median(epochs), "measure_s": median(self.spent)}
+            row |= {"share": median(shares), "least": min(shares), "most": max(shares)}
+        write(self.file, [row])
+
+
+def run(setting, file):
+    """Measure the share of measurements in the time of the epochs between them."""
+    options = setting.options
+    timed = Timed(setting.monitor(every=options.every), setting, file)
+    images = setting.data.take(options.timed or options.samples)
+    augment = {"augment": Augmentation()} if options.network == "vgg16" else {}
+    try:
         fit(
-            self.model, self.data, num_epochs=self.options.every, device=self.options.device,
+            setting.model, images, num_epochs=options.every * (options.rounds + 1), batch_size=128,
+            device=options.device, precision=options.precision, monitors=[timed],
             optimizer_settings={"lr": 0.01}, **augment,
         )  # fmt: skip
-        self.synchronize()
-
-    def monitor(self, names=None):
-        """Return a job that measures quantities, and its monitor."""
-        monitor = CurvatureMonitor(self.watched, quantities=names, batch_size=512)
-        optimizer = self.optimizer(self.model)
-        monitor.attach(optimizer)
-        cross_entropy(self.model(self.watched[0][:8]), self.watched[1][:8]).backward()
-        optimizer.step()
-
-        def job():
-            monitor.measure(self.model, optimizer)
-            self.synchronize()
-
-        return job, monitor
-
-    def gradient(self):
-        risk = ritz.Risk(self.model, cross_entropy, self.watched, batch_size=512)
-
-        def job():
-            risk.gradient()
-            self.synchronize()
-
-        return job
-
-    def synchronize(self):
-        if self.options.device == "cuda":
-            torch.cuda.synchronize()
+    except KeyboardInterrupt:
+        print(f"stopped after {options.limit:g} seconds")
 
 
-def run(setting, options):
-    """Return the share of measurements in the time of the epochs between them."""
-    clock = time.perf_counter if options.device == "cuda" else time.process_time
-    job, monitor = setting.monitor()
-    setting.train()  # compiles and caches what a first run does
-    begin = clock()
-    job()
-    first = clock() - begin
-    jobs = {"train": setting.train, "measure": job}
-    seconds = interleaved(jobs, rounds=options.rounds, warm_up=False, clock=clock)
-    share = [m / t for m, t in zip(seconds["measure"], seconds["train"], strict=True)]
-    return {
-        "network": options.network,
-        "device": options.device,
-        "samples": options.samples,
-        "watched": options.watched,
-        "every": options.every,
-        "epochs_s": median(seconds["train"]),
-        "measure_s": median(seconds["measure"]),
-        "share": median(share),
-        "least": min(share),
-        "most": max(share),
-        "first_s": first,
-        "stated": monitor.cost,
-    }
+def measured(setting, name):
+    """Return the cost of a quantity in gradients of the watched samples, and the stated one."""
+    monitor, model = setting.monitor([name]), setting.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    monitor.attach(optimizer)
+    cross_entropy(model(setting.part[0][:8]), setting.part[1][:8]).backward()
+    optimizer.step()
+    risk = ritz.Risk(model, cross_entropy, setting.part, batch_size=512)
+
+    def gradient():
+        risk.gradient()
+        setting.now()
+
+    def measure():
+        monitor.measure(model, optimizer)
+        setting.now()
+
+    measure()  # the first search, and traces
+    jobs = {"gradient": gradient, name: measure}
+    seconds = interleaved(jobs, rounds=setting.options.rounds, clock=setting.clock)
+    return {"gradients": ratio(seconds[name], seconds["gradient"]), "stated": monitor.cost}
 
 
-def quantities(setting, options):
-    """Return the cost of each quantity in gradients of the watched samples."""
-    clock = time.perf_counter if options.device == "cuda" else time.process_time
-    model, rows = setting.network().train(), []
-    has_norm = any("Norm" in type(layer).__name__ for layer in model.modules())
-    for name in quantity_names():
+def quantities(setting, file):
+    """Measure the cost of each quantity."""
+    rows = []
+    has_norm = any("Norm" in type(layer).__name__ for layer in setting.model.modules())
+    # The cheap ones first, so that a limit leaves out the dearest.
+    names = sorted(quantity_names(), key=lambda name: setting.monitor([name]).cost)
+    for name in names:
         if name == "effective_rates" and not has_norm:
             continue
-        job, monitor = setting.monitor([name])
-        job()  # the first search, and traces
-        jobs = {"gradient": setting.gradient(), name: job}
-        seconds = interleaved(jobs, rounds=options.rounds, clock=clock)
-        rows.append(
-            {
-                "network": options.network,
-                "device": options.device,
-                "quantity": name,
-                "group": QUANTITIES[name].group,
-                "gradients": ratio(seconds[name], seconds["gradient"]),
-                "stated": monitor.cost,
-            }
-        )
-        print(table(rows[-1:]), flush=True)
-    return rows
+        if setting.late:
+            print(f"stopped after {setting.options.limit:g} seconds, before {name}")
+            break
+        try:
+            cost, problem = measured(setting, name), ""
+        except Exception as error:  # the other quantities are still of use
+            cost = {"gradients": None, "stated": None}
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        row = setting.row | {"quantity": name, "group": QUANTITIES[name].group}
+        rows.append(row | cost | {"error": problem})
+        write(file, rows)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--network", choices=SHAPES, default="mlp")
+    parser.add_argument("--precision", choices=("float32", "tf32", "bfloat16"), default="float32")
     parser.add_argument("--samples", type=int, default=60_000)
-    parser.add_argument("--watched", type=int, default=1024)
+    parser.add_argument("--timed", type=int, default=None)
+    parser.add_argument("--watched", type=int, default=None)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", choices=("run", "quantities"), default="run")
+    parser.add_argument("--limit", type=float, default=150.0)
     options = parser.parse_args()
-    name = f"monitors-{options.part}-{options.network}-{options.device}"
-    setting = Setting(options)
-    results = [run(setting, options)] if options.part == "run" else quantities(setting, options)
-    write(name, results)
-    print(RESULTS / f"{name}.json")
+    file = f"monitors-{options.part}-{options.network}-{options.device.partition(':')[0]}"
+    {"run": run, "quantities": quantities}[options.part](Setting(options), file)
+    print(RESULTS / f"{file}.json")

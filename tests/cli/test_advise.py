@@ -7,7 +7,7 @@ import ritz as library
 from ritz._core.training_config import TrainingConfig
 from ritz.measures import Advice
 from ritz.training import optimizer_names
-from ritz.training._fit import RunConfig
+from ritz.training._run_folder import RunConfig
 from ritz.training._shared import advised_settings
 
 FEW = ["--sizes", "4,8"]

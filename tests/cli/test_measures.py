@@ -9,7 +9,7 @@ import ritz as library
 from ritz.cli._options import MeasureOptions
 from ritz.cli._session import merge_config
 from ritz.measures import Landscape, Landscape2d, Sharpness
-from ritz.training._fit import RunConfig
+from ritz.training._run_folder import RunConfig
 
 FEW = ["--steps", "6"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from ritz.cli import landscape, sharpness, spectrum
 from ritz.cli._session import LONGEST, Measurement
 from ritz.training import TrainingConfig
-from ritz.training._fit import RunConfig
+from ritz.training._run_folder import RunConfig
 
 FEW = ["--steps", "4"]
 COMMANDS = {

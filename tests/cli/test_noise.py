@@ -6,7 +6,7 @@ import pytest
 from cli.own import ritz
 
 from ritz.training import read_log
-from ritz.training._fit import read_run
+from ritz.training._run_folder import read_run
 
 DIGITS = ["--model", "mlp", "--data", "digits", "--set-model", "hidden=[8]"]
 LARGE = ["--batch-size", "512", "--epochs", "2"]

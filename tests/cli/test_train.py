@@ -10,7 +10,7 @@ from cli.own import SMALL, ritz
 
 from ritz.cli._targets import parse_settings
 from ritz.training import read_log, read_weights
-from ritz.training._fit import read_run
+from ritz.training._run_folder import read_run
 
 OWN = ["--model", "own_model:net", "--data", "own_data:load"]
 

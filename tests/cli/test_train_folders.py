@@ -11,7 +11,7 @@ import pytest
 from cli.own import SMALL, ritz
 
 from ritz.training import read_log
-from ritz.training._fit import read_run
+from ritz.training._run_folder import read_run
 
 OWN = ["--model", "own_model:net", "--data", "own_data:load"]
 

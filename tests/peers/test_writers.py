@@ -13,16 +13,19 @@ from ritz.training import CurvatureMonitor, MlflowWriter, WandbWriter, fit, read
 
 
 def run(writer, folder):
-    """Train with a monitor; return its numbers by step, from the log."""
+    """Train with a monitor; return its numbers and those of the epoch by step, from the log."""
     x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     y = (x[:, 0] > 0).long()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     monitor = CurvatureMonitor((x, y), quantities=["lambda_max", "trace"],
-                               unit="step", every=2, writer=writer)  # fmt: skip
-    fit(model, (x, y), num_epochs=1, batch_size=10, monitors=[monitor], log=folder / "log.jsonl")
-    records = [each for each in read_log(folder / "log.jsonl") if each["kind"] == "curvature"]
-    return {each["step"]: each for each in records}
+                               unit="step", every=2)  # fmt: skip
+    fit(model, (x, y), num_epochs=1, batch_size=10, monitors=[monitor], log=folder / "log.jsonl",
+        writer=writer)  # fmt: skip
+    found = {}
+    for each in read_log(folder / "log.jsonl"):
+        found.setdefault(each["step"], {}).update(each)
+    return found
 
 
 @pytest.fixture
@@ -73,6 +76,8 @@ def test_an_offline_run_of_wandb_has_the_numbers(tmp_path, wandb):
         for name in ("lambda_max", "trace"):
             assert float(rows[step][f"curvature/{name}"]) == expected[step][name]
     assert sorted(rows) == [2, 4]
+    assert float(rows[4]["train/loss"]) == expected[4]["train_loss"]
+    assert float(rows[4]["learning_rate"]) == expected[4]["rate"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -91,6 +96,8 @@ def test_a_run_of_mlflow_has_the_numbers(tmp_path):
             step: record[name] for step, record in expected.items()
         }
         assert sorted(expected) == [2, 4]
+    (loss,) = client.get_metric_history(made.info.run_id, "train/loss")
+    assert (loss.step, loss.value) == (4, expected[4]["train_loss"])
 
 
 @pytest.mark.filterwarnings("ignore")

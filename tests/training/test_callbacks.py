@@ -80,14 +80,64 @@ def test_fit_writes_into_the_files_of_tensorboard(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     data, model = samples(), network()
+    monitors = [
+        CurvatureMonitor(data, quantities=QUANTITIES, unit="step", every=8),
+        CurvatureMonitor(data, quantities=["weight_norms"]),
+    ]
     with SummaryWriter(tmp_path) as writer:
-        monitor = CurvatureMonitor(data, quantities=QUANTITIES, writer=writer, unit="step", every=4)
-        fit(model, data, num_epochs=1, batch_size=12, monitors=[monitor])
+        result = fit(
+            model, data, num_epochs=2, batch_size=12, validation=data, test=data, writer=writer,
+            monitors=monitors, schedule=lambda epoch: 0.5**epoch, log=tmp_path / "log.jsonl",
+        )  # fmt: skip
 
     found = read_tags(tmp_path)
-    assert list(found["curvature/lambda_max"]) == [4]
-    assert found["curvature/lambda_max"][4] == pytest.approx(sharpness(model, data), rel=1e-3)
-    assert list(found["curvature/update_size"]) == [4]
+    records = training.read_log(tmp_path / "log.jsonl")
+    # By epoch, over steps: four of them in each.
+    tags = {"train/loss": "train_loss", "train/accuracy": "train_accuracy",
+            "validation/loss": "validation_loss", "learning_rate": "rate"}  # fmt: skip
+    for tag, name in tags.items():
+        logged = {x["step"]: x[name] for x in records if x["kind"] == "epoch"}
+        assert found[tag] == pytest.approx(logged, rel=1e-6)
+        assert sorted(logged) == [4, 8]
+    assert found["test/accuracy"] == pytest.approx({8: result.metrics["test_accuracy"]})
+    assert list(found["curvature/weight_norm"]) == [4, 8]
+    assert list(found["curvature/lambda_max"]) == [8]
+    assert found["curvature/lambda_max"][8] == pytest.approx(sharpness(model, data), rel=1e-3)
+    assert list(found["curvature/update_size"]) == [8]
+
+
+class Told:
+    """A writer that remembers what it was given."""
+
+    def __init__(self):
+        self.numbers = []
+
+    def add_scalar(self, tag, scalar_value, global_step):
+        self.numbers.append((tag, global_step))
+
+
+def test_a_monitor_with_a_writer_is_not_written_twice(tmp_path):
+    one, other, data = Told(), Told(), samples()
+    monitor = CurvatureMonitor(data, quantities=["weight_norms"], writer=other)
+    fit(network(), data, num_epochs=1, batch_size=12, monitors=[monitor], writer=one)
+    assert ("train/loss", 4) in one.numbers
+    assert not [tag for tag, _ in one.numbers if tag.startswith("curvature/")]
+    assert other.numbers == [("curvature/weight_norm", 1), ("curvature/weight_max", 1)]
+
+
+def test_a_resumed_run_writes_from_its_checkpoint_on(tmp_path):
+    writers, data = [Told(), Told()], samples()
+    for epochs, writer in zip((1, 3), writers, strict=True):
+        fit(network(), data, num_epochs=epochs, batch_size=12, writer=writer, checkpoint=tmp_path)
+    steps = [[step for tag, step in each.numbers if tag == "train/loss"] for each in writers]
+    assert steps == [[4], [8, 12]]
+
+
+def test_what_a_user_defined_monitor_returns_is_written():
+    told = Told()
+    fit(network(), samples(), num_epochs=1, batch_size=12, writer=told,
+        monitors=[lambda count, model, optimizer: {"count": float(count)}])  # fmt: skip
+    assert ("curvature/count", 4) in told.numbers
 
 
 # ------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import torch
 from training.examples import assert_same_bits, network, samples, state
 
 from ritz.optim import IterateAverage, Lookahead
-from ritz.training import TrainingConfig, _step, fit
+from ritz.training import TrainingConfig, _cuda_graph, fit
+from ritz.training._files import load_optimizer_state, optimizer_state
 from ritz.training._fit import channels_last
-from ritz.training._folder import load_optimizer_state, optimizer_state
 from ritz.training._step import Piece, Step
 
 
@@ -23,7 +23,7 @@ class Played:
     """A graph whose replay computes what was recorded."""
 
     def replay(self):
-        with _step._without_hooks(self.step.optimizer):
+        with _cuda_graph._without_hooks(self.step.optimizer):
             Step.__call__(self.step, self.pieces)
 
 
@@ -86,7 +86,7 @@ def walk(kind, take_of):
 def test_replays_run_hooks_and_count_as_steps_do(played, kind):
     weights, averaged, totals, _ = walk(kind, lambda step: step)
     found, found_average, found_totals, take = walk(
-        kind, lambda step: _step.CapturedStep(step, required=True)
+        kind, lambda step: _cuda_graph.CapturedStep(step, required=True)
     )
     assert len(take._graphs) == 1  # nine steps of ten rows; three of twenty only warm up
     assert_same_bits(found, weights)
@@ -103,10 +103,10 @@ def test_a_step_that_cannot_be_recorded_runs_as_an_ordinary_step(played, monkeyp
     monkeypatch.setattr(torch.cuda, "graph", refusing)
     weights = walk("plain", lambda step: step)[0]
     with pytest.warns(UserWarning, match="not captured in a CUDA graph: operation not permitted"):
-        found = walk("plain", lambda step: _step.CapturedStep(step, required=False))[0]
+        found = walk("plain", lambda step: _cuda_graph.CapturedStep(step, required=False))[0]
     assert_same_bits(found, weights)
     with pytest.raises(ValueError, match="capture=True: the step cannot be captured"):
-        walk("plain", lambda step: _step.CapturedStep(step, required=True))
+        walk("plain", lambda step: _cuda_graph.CapturedStep(step, required=True))
 
 
 @pytest.mark.gpu

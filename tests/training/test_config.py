@@ -17,7 +17,7 @@ from ritz.cli._app import build
 from ritz.cli._options import _parameters
 from ritz.data import Augmentation
 from ritz.training import TrainingConfig, fit
-from ritz.training._fit import RunConfig
+from ritz.training._run_folder import RunConfig
 
 
 def kinds(cls):

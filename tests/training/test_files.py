@@ -15,7 +15,7 @@ from training.examples import assert_same_bits, network, samples, state
 import ritz
 from ritz._core.storage import CorruptFileError
 from ritz.training import CheckpointError, fit, load_weights, read_log, read_weights, save_weights
-from ritz.training._folder import Log
+from ritz.training._files import Log
 
 RUN = {"num_epochs": 2, "batch_size": 12}
 
@@ -170,7 +170,7 @@ def test_a_read_only_folder_is_seen_before_training(tmp_path, monkeypatch):
         raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
 
     # The first thing that writing does.
-    monkeypatch.setattr("ritz.training._folder.open_file", refuse)
+    monkeypatch.setattr("ritz.training._files.open_file", refuse)
     model = network()
     with pytest.raises(CheckpointError, match="Read-only file system; the previous checkpoint"):
         fit(model, samples(), checkpoint=tmp_path, **RUN)

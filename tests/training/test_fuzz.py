@@ -9,7 +9,7 @@ from fuzz import CASES, cheap, damaged
 from torch import nn
 
 from ritz.training import load_weights, save_weights
-from ritz.training._fit import RunConfig, read_run, to_json
+from ritz.training._run_folder import RunConfig, read_run, to_json
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from training.texts import recurrent, text
 from ritz import models, optim
 from ritz._core.random import epoch_generator
 from ritz.training import fit, preset_config
-from ritz.training._step import ActivationPenalty
+from ritz.training._recurrent import ActivationPenalty
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 LONG = {"count": 900, "length": 20}  # segments of about 20, and of 10

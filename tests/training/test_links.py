@@ -6,7 +6,7 @@ import pytest
 from training.examples import network, samples
 
 from ritz.training import CheckpointError, fit
-from ritz.training._folder import Log, sole_writer
+from ritz.training._files import Log, sole_writer
 
 RUN = {"num_epochs": 1, "batch_size": 12}
 

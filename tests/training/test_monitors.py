@@ -15,8 +15,8 @@ from ritz.training import (
     read_weights,
 )
 from ritz.training._data import DataParts
-from ritz.training._fit import RunConfig, _monitor
 from ritz.training._quantities import QUANTITIES
+from ritz.training._run_folder import RunConfig, make_monitor
 
 EVERYTHING = ("lambda_max", "trace", "variance", "spectrum")
 
@@ -212,9 +212,10 @@ def test_a_text_is_monitored_by_its_tokens():
     tokens = torch.randint(7, (300,), generator=torch.Generator().manual_seed(0))
     split = TextSplit(tokens=tokens, length=50)
     config = RunConfig(model="", data="", training=TrainingConfig(batch_size=600))
-    monitor = _monitor(config, DataParts(train=split), cross_entropy, 1, ("trace",), {})
     table = torch.randn(7, 7, generator=torch.Generator().manual_seed(1))
     model = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(table, freeze=False), Turned())
+    parts = DataParts(train=split)
+    monitor = make_monitor(config, model, parts, cross_entropy, 1, ("trace",), {})
     risk = monitor._watched(model, None).risk
     batches = list(split.batches(5))  # five streams of sixty: a segment of fifty, and of nine
     with torch.no_grad():

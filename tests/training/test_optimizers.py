@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from torch.optim import SGD
 
-from ritz.training import _assembly
+from ritz.training import _optimizers
 
 CUDA, CPU = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
 
@@ -18,8 +18,8 @@ def chosen(monkeypatch):
     def make(inner, params, **settings):
         return settings
 
-    monkeypatch.setattr(_assembly, "_OPTIMIZERS", {"recorded": partial(make, SGD)})
-    return lambda params, **settings: _assembly.create_optimizer("recorded", params, **settings)
+    monkeypatch.setattr(_optimizers, "_OPTIMIZERS", {"recorded": partial(make, SGD)})
+    return lambda params, **settings: _optimizers.create_optimizer("recorded", params, **settings)
 
 
 def test_sgd_is_fused_if_all_parameters_are_on_cuda(chosen):

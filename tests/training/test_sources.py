@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ritz import data, training
 from ritz.training._data import IndexedData, as_parts, first_batch, limited, measurable, sample
-from ritz.training._fit import RunConfig, measured_risk, read_run, run_weights, train_run
+from ritz.training._run_folder import RunConfig, measured_risk, read_run, run_weights, train_run
 
 X = torch.arange(24.0).reshape(12, 2)
 Y = torch.arange(12) % 3

@@ -15,9 +15,10 @@ from training.texts import broken_loss, recurrent, text, unbroken_loss
 
 import ritz
 from ritz.curvature._shared import Adapter
-from ritz.training import CurvatureMonitor, TrainingConfig, _step, evaluate, fit, read_log
-from ritz.training._folder import Folder
-from ritz.training._step import CarriedState, Piece
+from ritz.training import CurvatureMonitor, TrainingConfig, _cuda_graph, evaluate, fit, read_log
+from ritz.training._files import Folder
+from ritz.training._recurrent import CarriedState
+from ritz.training._step import Piece
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 STILL = {"optimizer_settings": {"lr": 0.0}, "batch_size": 4}
@@ -182,7 +183,7 @@ def walk(take_of):
 
 def test_replays_carry_the_state_as_steps_do(played):  # noqa: F811
     weights, sums, _ = walk(lambda step: step)
-    found, found_sums, take = walk(lambda step: _step.CapturedStep(step, required=True))
+    found, found_sums, take = walk(lambda step: _cuda_graph.CapturedStep(step, required=True))
     assert len(take._graphs) == 1
     assert_same_bits(found, weights)
     assert torch.equal(found_sums, sums)
@@ -212,9 +213,9 @@ sys.path.insert(0, {TESTS!r})
 import signal
 from training.texts import recurrent, text
 from training.test_resume import Interrupt
-from ritz.training import _run, fit
+from ritz.training import _loop, fit
 
-_run.AGREEMENT = 1
+_loop.AGREEMENT = 1
 common = dict(num_epochs=2, batch_size=5, optimizer_settings={{"lr": 0.2}}, checkpoint=folder,
               validation=text(90, seed=1))
 first = fit(recurrent(), text(), monitors=[Interrupt(3, signal.SIGTERM)], **common)

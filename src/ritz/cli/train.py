@@ -68,8 +68,9 @@ class Options(shared.PrintOptions):
         "hessian", f"Matrix to watch. {shared.MATRIX}", WATCHING)
     watch_batch_norm: Literal["eval", "train", "recomputed"] = option(
         "eval", f"{shared.MODE} Gradients of single samples need eval or recomputed.", WATCHING)
-    watch_samples: int = option(1024, "Number of samples to watch; of a text, tokens.", WATCHING,
-                                low=2)
+    watch_samples: int | None = option(None, "Number of samples to watch; of a text, tokens "
+                                       "(default: 1024; 512 for more than a million parameters).",
+                                       WATCHING, low=2)
     watch_steps: int = option(20, "Lanczos steps of a spectrum; a search for eigenvalues takes at "
                               "most ten times as many at first.", WATCHING, low=1)
     # fmt: on

@@ -8,21 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ritz._core.training_config import TrainingConfig
-from ritz.training._assembly import optimizer_names, preset_config, register_optimizer
+from ritz.training._files import CheckpointError, read_log
 from ritz.training._fit import fit
-from ritz.training._folder import (
-    CheckpointError,
-    load_weights,
-    read_log,
-    read_weights,
-    save_weights,
-)
-from ritz.training._monitor import CurvatureMonitor, scalars
+from ritz.training._monitor import CurvatureMonitor
+from ritz.training._optimizers import optimizer_names, preset_config, register_optimizer
 from ritz.training._quantities import quantity_names, register_quantity
 from ritz.training._result import TrainingResult
 from ritz.training._step import evaluate
 from ritz.training._sweep import SweepResult, sweep
-from ritz.training._writers import MlflowWriter, WandbWriter
+from ritz.training._weights import load_weights, read_weights, save_weights
+from ritz.training._writers import MlflowWriter, WandbWriter, scalars
 
 if TYPE_CHECKING:
     from ritz.training._lightning import LightningCallback as LightningCallback

@@ -1,15 +1,13 @@
-"""``fit``: train a model, with a checkpoint from which a run resumes bit for bit; run folders."""
+"""``fit``: train a model, with a checkpoint from which a run resumes bit for bit."""
 
-import json
 import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, Literal, Unpack, final
+from dataclasses import replace
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,26 +17,18 @@ from torch.nn.functional import cross_entropy
 from ritz import optim
 from ritz._core.checks import check_device
 from ritz._core.distributed import rank
-from ritz._core.modes import BatchNormMode, arithmetic, searched_convolutions
+from ritz._core.modes import arithmetic, searched_convolutions
 from ritz._core.progress import Progress
 from ritz._core.signals import noted_signals
-from ritz._core.storage import CorruptFileError, to_json
-from ritz._core.training_config import TrainingConfig, TrainingOptions, check_same, combine
-from ritz.curvature import Risk
+from ritz._core.training_config import TrainingConfig, TrainingOptions, combine
 from ritz.curvature._shared import Forward
-from ritz.data import TextSplit
-from ritz.optim._shared import update_settings
-from ritz.training._assembly import (
-    OptimizerChoice,
-    create_optimizer,
-    optimizer_names,
-)
-from ritz.training._data import DataParts, Feed, as_part, as_parts, limited, measurable, sample
-from ritz.training._folder import AVERAGE, NAME, WEIGHTS, FilePath, Folder, held_folder, times_path
-from ritz.training._monitor import CurvatureMonitor
+from ritz.training._data import DataParts, Feed, as_part, as_parts
+from ritz.training._files import FilePath, held_folder
+from ritz.training._loop import Monitor, Run
+from ritz.training._optimizers import OptimizerChoice, optimizer_names
 from ritz.training._result import TrainingResult, TrainingStatus, history_of
-from ritz.training._run import Monitor, Run
 from ritz.training._step import device_of
+from ritz.training._writers import Writer
 
 
 def fit(
@@ -56,6 +46,7 @@ def fit(
     monitors: Sequence[Monitor] = (),
     checkpoint: FilePath | None = None,
     log: FilePath | None = None,
+    writer: Writer | None = None,
     progress: bool | Progress = False,
     **options: Unpack[TrainingOptions],
 ) -> TrainingResult:
@@ -119,6 +110,10 @@ def fit(
             write in it.
         log: File of JSON lines, one per epoch; see :func:`read_log`. An existing file is
             overwritten. If the run resumes, lines after the checkpoint are removed.
+        writer: A TensorBoard ``SummaryWriter``, or another object with a method ``add_scalar``. It
+            receives the numbers of the log (``train/loss``, ``test/accuracy``, ``learning_rate``)
+            and of monitors (``curvature/lambda_max``) over the number of steps. A run that resumes
+            writes from its checkpoint on.
         progress: Show a progress bar, or a :class:`Progress` to report to.
         **options: Fields of :class:`TrainingConfig`, which replace those of ``config``.
 
@@ -174,6 +169,7 @@ def fit(
                 signals=signals,
                 log=log,
                 folder=folder,
+                writer=writer,
                 classes=classes,
             )
             status = run.train(progress)
@@ -347,255 +343,3 @@ def channels_last(model: nn.Module, precision: str, device: torch.device) -> Ite
     finally:
         for p in changed:
             p.data = p.data.contiguous()
-
-
-# ------------------------------------------------------------------------------------------
-# Run folders: train into one, read its ``run.json``, measure the network that it holds.
-
-CONFIG, LOG = "run.json", "log.jsonl"
-WATCHED = 1024  # samples, or tokens of a text, on which curvature is watched: seconds per epoch
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """The configuration of a run, as stored in ``run.json``.
-
-    Attributes:
-        model: A registered name, or ``module:factory``.
-        data: Likewise.
-        model_options: Keyword arguments of the model.
-        data_options: Keyword arguments of the data set.
-        data_dir: Folder of data sets, or ``None``.
-        loss: ``cross_entropy``, ``mse``, ``model`` (the model returns its loss) or
-            ``module:function``.
-        training: Options of training, with batch size and seed.
-    """
-
-    model: str
-    data: str
-    model_options: Mapping[str, Any] = field(default_factory=dict)
-    data_options: Mapping[str, Any] = field(default_factory=dict)
-    data_dir: str | None = None
-    loss: str = "cross_entropy"
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            # A run.json may have been edited: a wrong type is reported before it is used.
-            kind = {"model_options": Mapping, "data_options": Mapping, "training": TrainingConfig}
-            value, expected = getattr(self, entry.name), kind.get(entry.name, str)
-            if not isinstance(value, expected) and (entry.name, value) != ("data_dir", None):
-                got = type(value).__name__
-                raise TypeError(f"{entry.name} must be a {expected.__name__}, got {got}")
-
-    @property
-    def batch_size(self) -> int:
-        """The batch size; 1 for data that come in batches."""
-        return self.training.batch_size or 1
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "RunConfig":
-        """Return the configuration of values of JSON."""
-        names = dict(plain)
-        training = dict(names.pop("training", {}))
-        # Files of earlier versions have these two beside the other options.
-        training |= {name: names.pop(name) for name in ("seed", "batch_size") if name in names}
-        return cls(**names, training=TrainingConfig(**training))
-
-
-def train_run(
-    config: RunConfig,
-    model: nn.Module,
-    parts: DataParts,
-    folder: FilePath,
-    *,
-    loss_fn: Callable[..., Any] | None,
-    device: torch.device | None = None,
-    watch: int | None = None,
-    quantities: Sequence[str] | None = None,
-    monitor_options: Mapping[str, Any] | None = None,
-    progress: bool | Progress = False,
-) -> TrainingResult:
-    """Train a model according to a configuration, with all files in one folder.
-
-    The folder has ``run.json``, ``log.jsonl``, ``checkpoint.safetensors`` and, at the end,
-    ``weights.safetensors`` and ``average.safetensors``. Nothing is written, and no file of an
-    earlier run is removed, before the first step.
-
-    Args:
-        config: Names and options.
-        model: The model that ``config.model`` names.
-        parts: The data that ``config.data`` names.
-        folder: Created if missing.
-        loss_fn: The loss that ``config.loss`` names.
-        device: Device, if other than that of ``config``.
-        watch: Epochs between measurements. Defaults to no measurements.
-        quantities: Quantities to measure; see :class:`CurvatureMonitor`.
-        monitor_options: Other arguments of :class:`CurvatureMonitor`, and ``num_samples``, the
-            number of watched samples. Defaults to 1024 samples.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
-    """
-    target = Path(folder)
-    started = any((target / name).exists() for name in (NAME, WEIGHTS))
-    if config.training.resume and started and (target / CONFIG).is_file():
-        # As JSON on both sides: there tuples are lists, and paths are text.
-        before, now = (json.loads(to_json(each)) for each in (read_run(target), config))
-        # `fit` compares the options of training. The folder of the data may have moved.
-        fixed = {name: now[name] for name in now if name not in ("training", "data_dir")}
-        check_same(before, fixed, target / CONFIG)
-    return fit(
-        model,
-        parts,
-        config.training,
-        loss_fn=loss_fn,
-        device=device or config.training.device,
-        log=target / LOG,
-        checkpoint=Folder(target, texts={CONFIG: to_json(config, indent=2) + "\n"}),
-        monitors=[]
-        if watch is None
-        else [_monitor(config, parts, loss_fn, watch, quantities, monitor_options or {})],
-        progress=progress,
-    )
-
-
-def _monitor(
-    config: RunConfig,
-    parts: DataParts,
-    loss_fn: Any,
-    every: int,
-    quantities: Sequence[str] | None,
-    settings: Mapping[str, Any],
-) -> CurvatureMonitor:
-    size, seed = config.batch_size, config.training.seed
-    settings = dict(settings)
-    count = settings.pop("num_samples", None) or WATCHED
-    if isinstance(parts.train, TextSplit):
-        # Each stream of a text must have at least one whole segment.
-        tokens = min(count, len(parts.train.tokens))
-        size = max(1, min(size, tokens // (parts.train.length + 1)))
-    batches, options = sample(parts.train, count, batch_size=size, seed=seed)
-    return CurvatureMonitor(
-        batches,
-        loss_fn=loss_fn,
-        quantities=quantities,
-        every=every,
-        seed=seed,
-        train_batch_size=config.training.batch_size,
-        **options | settings,
-    )
-
-
-def read_run(folder: FilePath) -> RunConfig:
-    """Return the configuration of a run.
-
-    Args:
-        folder: A folder that :func:`train_run` wrote.
-    """
-    path = Path(folder) / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"no run in {folder}: it has no {CONFIG}, which ritz train writes")
-    try:
-        return RunConfig.from_plain(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise CorruptFileError(f"{path} does not describe a run of ritz: {error}") from error
-
-
-def run_weights(folder: FilePath, *, average: bool = False) -> Path:
-    """Return the path of the final weights, or of the checkpoint if the run has not finished.
-
-    Args:
-        folder: Folder of a run.
-        average: Return the file of averaged weights instead.
-    """
-    names = (AVERAGE,) if average else (WEIGHTS, NAME)
-    for name in names:
-        if (path := Path(folder) / name).is_file():
-            return path
-    reason = ", which a run with an average writes at its end" if average else ""
-    raise FileNotFoundError(f"no weights in {folder}: it has no {' nor '.join(names)}{reason}")
-
-
-def run_files(folder: FilePath) -> list[Path]:
-    """Return the files that training has written to a folder, without results of measurements."""
-    names = {CONFIG, LOG, times_path(LOG).name, NAME, WEIGHTS, AVERAGE}
-    paths = sorted(Path(folder).iterdir())
-    return [path for path in paths if path.name in names or path.match("epoch-[0-9]*.safetensors")]
-
-
-def advised_settings(
-    config: RunConfig, optimizer: str | None = None, momentum: float | None = None
-) -> dict[str, Any]:
-    """Return the optimiser of a run as the keywords of :func:`ritz.advise`.
-
-    Args:
-        config: Configuration of the run.
-        optimizer: Another optimiser to advise on, whose learning rate is not that of the run.
-        momentum: Another momentum.
-    """
-    training = config.training
-    # Only the settings are read. Some optimisers take a model in place of parameters.
-    layer = nn.Linear(1, 1)
-    made = create_optimizer(
-        training.optimizer, layer.parameters(), model=layer, **training.optimizer_settings
-    )
-    name, of_run, rate = update_settings(made, training.optimizer)
-    if optimizer not in (None, name):
-        return {"optimizer": optimizer, "momentum": momentum}
-    # A learning rate is good evidence only with the batch size that it was used with.
-    known = (training.batch_size, rate) if training.batch_size and rate > 0 else None
-    return {
-        "optimizer": name,
-        "momentum": of_run if momentum is None else momentum,
-        "known": known,
-    }
-
-
-def measured_risk(
-    model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    parts: DataParts,
-    *,
-    split: Literal["train", "validation", "test"] = "train",
-    num_samples: int | None = None,
-    batch_size: int,
-    batch_norm: BatchNormMode = "eval",
-    l2: float = 0.0,
-    precision: Any = None,
-    seed: int = 0,
-    progress: bool | Progress = False,
-) -> Risk:
-    """Return the risk of a model on a part of its data, in an order that depends on the seed only.
-
-    Args:
-        model: The model, on the device to compute on.
-        loss_fn: Mean loss of outputs and target.
-        parts: The data.
-        split: Which part; it is not augmented.
-        num_samples: Number of samples, drawn without replacement. Defaults to all. For text, the
-            first tokens; for a loader, whole batches.
-        batch_size: Batch size, on which ``batch_norm="train"`` depends.
-        batch_norm: Mode of batch norm.
-        l2: Coefficient of the L2 term of the loss.
-        precision: Precision of the arithmetic.
-        seed: Seed of the draw.
-        progress: Show a bar while a loader is read.
-    """
-    source = getattr(parts, split)
-    if source is None:
-        raise ValueError(f"split must be a part that the data have, got {split!r}")
-    chosen = source if num_samples is None else limited(source, num_samples, seed=seed)
-    data, options = measurable(chosen, batch_size)
-    with torch.random.fork_rng(devices=[]):  # a loader may shuffle with the global generator
-        torch.default_generator.manual_seed(seed)
-        return Risk(
-            model,
-            loss_fn,
-            data,
-            batch_norm=batch_norm,
-            l2=l2,
-            precision=precision,
-            freeze=True,
-            progress=progress,
-            **options,
-        )

@@ -8,7 +8,8 @@ try:
 except ModuleNotFoundError:  # the older name of the same library
     from pytorch_lightning import Callback
 
-from ritz.training._monitor import CurvatureMonitor, scalars
+from ritz.training._monitor import CurvatureMonitor
+from ritz.training._writers import scalars
 
 
 class LightningCallback(Callback):

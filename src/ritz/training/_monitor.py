@@ -1,10 +1,9 @@
 """``CurvatureMonitor``: curvature measured while a model trains, without changing the training."""
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final, get_args
+from typing import Any, final, get_args
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -17,16 +16,10 @@ from ritz._core.training_config import Unit
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.optim import StepReader
-from ritz.training._folder import FilePath, Log, Record
+from ritz.training._files import FilePath, Log, Record
 from ritz.training._quantities import QUANTITIES, USUAL, total_cost
 from ritz.training._watched import Memory, Watched
-
-
-class Writer(Protocol):
-    """Receives numbers over time, such as ``torch.utils.tensorboard.SummaryWriter``."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Receive one number."""
+from ritz.training._writers import Writer, write_scalars
 
 
 @final
@@ -84,7 +77,8 @@ class CurvatureMonitor:
         epsilon: Added to variances and curvatures that are divided by. Defaults to 0.
         seed: Seed of the probes.
         log: File of JSON lines to append to. Not needed in ``fit``, which logs what is returned.
-        writer: A TensorBoard ``SummaryWriter``; tags begin with ``curvature/``.
+        writer: A TensorBoard ``SummaryWriter``; tags begin with ``curvature/``. Not needed in
+            ``fit``, which has a ``writer`` for the training log as well.
     """
 
     source: Any = field(kw_only=False)
@@ -150,13 +144,15 @@ class CurvatureMonitor:
         # The mode of batch norm of a user-defined risk is not known before it is made.
         return callable(self.source) or self.batch_norm != "train" or not QUANTITIES[name].separable
 
-    def _needs(self, name: str, part: str) -> bool:
-        return part in QUANTITIES[name].parts
-
     @property
     def cost(self) -> float:
         """Cost of a measurement in gradients of the sub-sample, at most, after the first one."""
-        return total_cost(self.names, self)
+        return total_cost(self)
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """What the quantities share."""
+        return frozenset(part for name in self.names for part in QUANTITIES[name].parts)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Begin with a training: note the initial weights, and those before each step, if needed.
@@ -169,7 +165,7 @@ class CurvatureMonitor:
         self._memory = Memory()
         if "distance" in self.names:
             self._memory.note_initial(parameters(optimizer))
-        if any(self._needs(name, "step") for name in self.names):
+        if "step" in self.parts:
             self._memory.reader = StepReader(optimizer)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -197,8 +193,7 @@ class CurvatureMonitor:
         if self._log is not None:
             self._log.write(record)
         if self.writer is not None:
-            for name, value in scalars(numbers).items():
-                self.writer.add_scalar(f"curvature/{name}", value, count)
+            write_scalars(self.writer, record, count)
         return record
 
     def measure(self, model: nn.Module, optimizer: Optimizer | None = None) -> Record:
@@ -210,9 +205,9 @@ class CurvatureMonitor:
                 record |= QUANTITIES[name].measure(watched)
             except ValueError as error:
                 # A default that this model or loss does not have is left out; others were chosen.
-                if self.quantities is not None or not self._needs(name, "samples"):
+                if self.quantities is not None or not QUANTITIES[name].separable:
                     raise
-                self.names = tuple(n for n in self.names if not self._needs(n, "samples"))
+                self.names = tuple(n for n in self.names if not QUANTITIES[n].separable)
                 warnings.warn(f"gradients of single samples are not watched: {error}", stacklevel=2)
         if not callable(self.source):
             # The traces of the products serve the next measurement. What is cached for this point
@@ -234,9 +229,3 @@ class CurvatureMonitor:
         options: Any = {name: getattr(self, name) for name in names}
         risk = Risk(model, self.loss_fn, self.source, sharing="none", **options)
         return Watched(self, self._memory, risk, curvature_operator(risk, self.matrix), optimizer)
-
-
-def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a record, without lists and words."""
-    numbers = {name: value for name, value in record.items() if type(value) is float}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}

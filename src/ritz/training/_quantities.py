@@ -1,7 +1,7 @@
 """The quantities that a monitor measures, each one registered function with its cost."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from ritz.curvature import distance, fisher
 from ritz.measures import bulk_edge, curvature_variance, gradient_overlap, rank_degeneracy
 from ritz.spectra import diagonal, frobenius_norm, lanczos
 from ritz.spectra._shared import negative_values
-from ritz.training._folder import Record
+from ritz.training._files import Record
 from ritz.training._gradient_pass import Histogram
 from ritz.training._watched import TUNING, Settings, Watched
 
@@ -26,6 +26,7 @@ Cost = Callable[[Settings], float]
 PARTS: dict[str, Cost] = {
     "gradient": lambda settings: 1.0,
     "samples": lambda settings: TUNING.samples,
+    "variance": lambda settings: TUNING.norms,
     "largest": lambda settings: TUNING.product * settings.max_products,
     "smallest": lambda settings: TUNING.product * settings.max_products,
     "preconditioned": lambda settings: TUNING.product * settings.max_products,
@@ -67,7 +68,7 @@ class Quantity:
 
 
 QUANTITIES: Registry[Quantity] = Registry("quantity")
-# What is watched unless something is named: at most 38 gradients of the watched samples.
+# What is watched unless something is named: at most 17 gradients of the watched samples.
 USUAL = ("lambda_max", "weight_norms", "gradient_norm", "gradient_variance", "noise_scale")
 
 
@@ -88,11 +89,11 @@ def register_quantity(
         group: What it is about: ``curvature``, ``stability``, ``gradients``, ``weights``,
             ``steps``, or a new word.
         parts: What it shares with other quantities: ``gradient``, ``samples`` (gradients of single
-            samples), ``largest``, ``smallest``, ``leading``, ``preconditioned`` (eigenvalues),
-            ``spectra``, ``trace``, ``step``.
+            samples), ``variance`` (of these gradients, in total), ``largest``, ``smallest``,
+            ``leading``, ``preconditioned`` (eigenvalues), ``spectra``, ``trace``, ``step``.
         cost: What it costs beside, in gradients of the watched samples.
         separable: Whether the samples of a batch must not depend on each other, as they do with
-            batch norm in train mode. With ``samples`` among the parts they must not.
+            batch norm in train mode. With ``samples`` or ``variance`` they must not.
     """
     if unknown := sorted(set(parts := tuple(parts)) - PARTS.keys()):
         raise ValueError(f"parts must be of {', '.join(PARTS)}; got {', '.join(unknown)}")
@@ -105,7 +106,7 @@ def register_quantity(
             group=group,
             parts=parts,
             own=own,
-            separable=separable or "samples" in parts,
+            separable=separable or bool({"samples", "variance"} & set(parts)),
             measure=measure,
         )
         QUANTITIES.register(name)(quantity)
@@ -119,17 +120,12 @@ def quantity_names() -> tuple[str, ...]:
     return tuple(QUANTITIES)
 
 
-def measured(quantities: Iterable[str], watched: Watched) -> Iterator[Mapping[str, Any]]:
-    """Yield the numbers of each quantity."""
-    for name in quantities:
-        yield QUANTITIES[name].measure(watched)
-
-
-def total_cost(quantities: Iterable[str], settings: Settings) -> float:
-    """Return the cost of several quantities, in which each shared part counts once."""
-    chosen = [QUANTITIES[name] for name in quantities]
-    parts = {part for quantity in chosen for part in quantity.parts}
-    return sum(each.own(settings) for each in chosen) + sum(PARTS[p](settings) for p in parts)
+def total_cost(settings: Settings) -> float:
+    """Return the cost of all quantities of a monitor, in which each shared part counts once."""
+    own, parts = sum(QUANTITIES[name].own(settings) for name in settings.names), settings.parts
+    # A pass over the gradients of samples has their variance as well.
+    parts = parts - {"variance"} if "samples" in parts else parts
+    return own + sum(PARTS[part](settings) for part in parts)
 
 
 def quantity_table(settings: Settings) -> str:
@@ -332,11 +328,13 @@ def _(watched: Watched) -> Record:
 
 
 SAMPLES: Any = {"group": "gradients", "parts": ["gradient", "samples"]}
+# What needs the norms of these gradients alone costs far less.
+VARIANCE: Any = {"group": "gradients", "parts": ["gradient", "variance"]}
 
 
-@register_quantity("gradient_variance", "variance of the gradients of single samples", **SAMPLES)
+@register_quantity("gradient_variance", "variance of the gradients of single samples", **VARIANCE)
 def _(watched: Watched) -> Record:
-    return {"gradient_variance": watched.samples.total_variance}
+    return {"gradient_variance": watched.total_variance}
 
 
 @register_quantity(
@@ -355,17 +353,16 @@ def _(watched: Watched) -> Record:
     }
 
 
-@register_quantity("noise_scale", "tr Sigma / |g|^2, a batch size", **SAMPLES)
+@register_quantity("noise_scale", "tr Sigma / |g|^2, a batch size", **VARIANCE)
 def _(watched: Watched) -> Record:
-    return {"noise_scale": _ratio(watched.samples.total_variance, watched.samples.square)}
+    return {"noise_scale": _ratio(watched.total_variance, watched.square)}
 
 
-@register_quantity("signal_to_noise", "|g|^2 / (tr Sigma / B) of a batch of training", **SAMPLES)
+@register_quantity("signal_to_noise", "|g|^2 / (tr Sigma / B) of a batch of training", **VARIANCE)
 def _(watched: Watched) -> Record:
-    samples = watched.samples
     # The gradient of B independent samples has the covariance Sigma / B.
-    noise = samples.total_variance / watched.batch_size
-    return {"signal_to_noise": _ratio(samples.square, noise)}
+    noise = watched.total_variance / watched.batch_size
+    return {"signal_to_noise": _ratio(watched.square, noise)}
 
 
 @register_quantity("gsnr", "mean over parameters of g^2 / Var g", **SAMPLES)
@@ -374,13 +371,12 @@ def _(watched: Watched) -> Record:
 
 
 @register_quantity(
-    "norm_test", "sqrt(tr Sigma / (B |g|^2)): the width of that test of a batch", **SAMPLES
+    "norm_test", "sqrt(tr Sigma / (B |g|^2)): the width of that test of a batch", **VARIANCE
 )
 def _(watched: Watched) -> Record:
-    samples = watched.samples
-    noise = samples.unbiased(samples.total_variance) / watched.batch_size
+    noise = _unbiased(watched.total_variance, watched) / watched.batch_size
     # The smallest theta with E |g_B - g|^2 <= theta^2 |g|^2.
-    return {"norm_test": _root(_ratio(noise, samples.square))}
+    return {"norm_test": _root(_ratio(noise, watched.square))}
 
 
 @register_quantity(
@@ -391,9 +387,9 @@ def _(watched: Watched) -> Record:
 def _(watched: Watched) -> Record:
     samples = watched.samples
     # The mean of g_i'g is |g|^2, so these are its squared deviations.
-    gaps = (samples.products - samples.square).square()
-    noise = samples.unbiased(samples.weights @ gaps) / watched.batch_size
-    return {"inner_product_test": _root(_ratio(noise, samples.square**2))}
+    gaps = (samples.products - watched.square).square()
+    noise = _unbiased(float(samples.weights @ gaps), watched) / watched.batch_size
+    return {"inner_product_test": _root(_ratio(noise, watched.square**2))}
 
 
 @register_quantity(
@@ -402,17 +398,18 @@ def _(watched: Watched) -> Record:
 def _(watched: Watched) -> Record:
     samples = watched.samples
     # |g_i|^2 - (g_i'g)^2 / |g|^2
-    along = samples.products.square() * _ratio(1.0, samples.square)
-    noise = samples.unbiased(samples.weights @ (samples.squares - along)) / watched.batch_size
-    return {"orthogonality_test": _root(_ratio(noise, samples.square))}
+    along = samples.products.square() * _ratio(1.0, watched.square)
+    variance = float(samples.weights @ (samples.squares - along))
+    noise = _unbiased(variance, watched) / watched.batch_size
+    return {"orthogonality_test": _root(_ratio(noise, watched.square))}
 
 
-@register_quantity("cabs", "learning rate times tr Sigma / loss, a batch size", **SAMPLES)
+@register_quantity("cabs", "learning rate times tr Sigma / loss, a batch size", **VARIANCE)
 def _(watched: Watched) -> Record:
     rate = watched.learning_rate
     # Without a learning rate there is no batch size that goes with it.
     # B = alpha tr Sigma / L.
-    value = _ratio(rate * watched.samples.total_variance, watched.loss)
+    value = _ratio(rate * watched.total_variance, watched.loss)
     return {"cabs": value} if rate else {}
 
 
@@ -420,19 +417,18 @@ def _(watched: Watched) -> Record:
     "early_stopping", "1 - N mean(g^2 / Var g): above 0 the gradient is all noise", **SAMPLES
 )
 def _(watched: Watched) -> Record:
-    samples = watched.samples
-    return {"early_stopping": 1 - samples.count * _mean_ratio(watched, samples.unbiased(1.0))}
+    return {"early_stopping": 1 - watched.count * _mean_ratio(watched, _unbiased(1.0, watched))}
 
 
 @register_quantity(
     "tic_trace",
     "tr C / tr H with C the second moment of gradients of samples",
     group="gradients",
-    parts=["gradient", "samples", "trace"],
+    parts=["gradient", "variance", "trace"],
 )
 def _(watched: Watched) -> Record:
-    # tr C = E |g_i|^2.
-    moment = float(watched.samples.weights @ watched.samples.squares)
+    # tr C = E |g_i|^2 = tr Sigma + |g|^2.
+    moment = watched.total_variance + watched.square
     return {"tic_trace": _ratio(moment, float(watched.trace) + watched.settings.epsilon)}
 
 
@@ -478,6 +474,13 @@ def _(watched: Watched) -> Record:
         "gradient_reach": found.reach,
         "weight_reach": found.weight_reach,
     }
+
+
+def _unbiased(mean: float, watched: Watched) -> float:
+    """Return a mean of squared deviations over the samples, times ``N / (N - 1)``."""
+    # g is the mean of the same N gradients, which takes one degree of freedom.
+    n = watched.count
+    return mean * n / (n - 1) if n > 1 else math.nan
 
 
 def _ratio(top: float, bottom: float) -> float:

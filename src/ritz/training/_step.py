@@ -1,10 +1,8 @@
-"""One training step, also captured as a CUDA graph; evaluation; the state of recurrent models."""
+"""One training step: forward pass, backward pass and update; and evaluation."""
 
 import math
-import warnings
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -13,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from ritz._core.batches import num_rows, tensors
 from ritz._core.checks import check_count
-from ritz._core.distributed import all_gather_rows, all_max, all_sum, rank, shard, world_size
-from ritz._core.modes import evaluating, unwrapped
+from ritz._core.distributed import all_sum
+from ritz._core.modes import evaluating
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import (
@@ -32,164 +29,7 @@ from ritz.curvature._shared import (
 from ritz.optim import CovarianceNoise, Lookahead
 from ritz.optim._shared import curvature_of
 from ritz.training._data import own_rows
-
-# ------------------------------------------------------------------------------------------
-# The state of a recurrent model, carried from one batch of a text to the next.
-
-
-@final
-class CarriedState:
-    r"""The state of a recurrent model after each batch, which the next batch starts from.
-
-    .. math:: (\text{outputs}_k, h_k) = f(w, \text{inputs}_k, h_{k-1}),
-
-    without gradient through :math:`h_{k-1}`: truncated back-propagation through time. A model with
-    a state has a method ``initial_state(batch_size)``, which returns a nested structure of tensors,
-    and ``model(inputs, state=state)`` returns ``(outputs, new_state)``. The model itself stores no
-    state, so that its curvature can be measured and evaluations do not disturb it.
-
-    Batches with different numbers of rows have separate states. The tensors are overwritten and
-    never replaced, because a CUDA graph may have recorded their addresses.
-
-    Args:
-        model: The model without wrappers.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._states: dict[int, Any] = {}  # by rows of the whole batch, equal in all processes
-
-    def of(self, count: int) -> Any:
-        """Return the tensors of the state of this process's rows of a batch of ``count``."""
-        if count not in self._states:
-            self._states[count] = tree_map(
-                # A new copy: an expanded tensor, or one of the model, must not be overwritten.
-                lambda x: x.detach().clone(memory_format=torch.contiguous_format),
-                self._initial(count),
-            )
-        return self._states[count]
-
-    def reset(self) -> None:
-        """Overwrite all states by the initial one."""
-        for count, state in self._states.items():
-            overwrite(state, self._initial(count))
-
-    def rows(self) -> dict[str, Tensor]:
-        """Return the states for a checkpoint: flat tensors, one row per process."""
-        return {
-            f"{count}.{index}": gathered(_padded(tensor))
-            for count, state in self._states.items()
-            for index, tensor in enumerate(tree_leaves(state))
-        }
-
-    def load(self, rows: dict[str, Tensor]) -> None:
-        """Load the states of a checkpoint of as many processes."""
-        for name, row in rows.items():
-            count, index = map(int, name.split("."))
-            state = tree_leaves(self.of(count))[index]
-            state.copy_(row[rank()][: state.numel()].view_as(state))
-
-    def _initial(self, count: int) -> Any:
-        rows = shard(count)
-        with torch.no_grad():
-            return self._model.initial_state(max(1, rows.stop - rows.start))
-
-
-def carried_state(adapter: Adapter, *, wanted: bool) -> CarriedState | None:
-    """Return a new state if it is wanted and the model has one.
-
-    A user-defined ``forward`` calls the model itself, so no state is carried.
-    """
-    model = unwrapped(adapter.model)
-    plain = adapter.custom is None and adapter.loss_fn.call is not None
-    return CarriedState(model) if wanted and plain and hasattr(model, "initial_state") else None
-
-
-def call_model(adapter: Adapter, batch: Any, state: Any) -> tuple[Any, Any, Any]:
-    """Return outputs and target of a batch, and the state after it or ``None``."""
-    if state is None:
-        return *adapter(batch), None
-    outputs, after = adapter.model(*batch[:-1], state=state)
-    return outputs, batch[-1], after
-
-
-def overwrite(state: Any, after: Any) -> None:
-    """Copy a state into the tensors of another; do nothing for ``None``."""
-    if state is not None:
-        for old, new in zip(tree_leaves(state), tree_leaves(after), strict=True):
-            old.copy_(new.detach())
-
-
-def gathered(values: Tensor) -> Tensor:
-    """Return vectors of equal length of all processes, one row each, on the CPU."""
-    count = world_size()
-    return all_gather_rows(values, count * len(values)).reshape(count, -1).cpu().clone()
-
-
-def _padded(tensor: Tensor) -> Tensor:
-    # Gathering needs equal lengths, and processes may differ by one row.
-    padded = tensor.new_zeros(all_max(tensor.numel()))
-    padded[: tensor.numel()] = tensor.flatten()
-    return padded
-
-
-# ------------------------------------------------------------------------------------------
-# Activation regularisation of recurrent models.
-
-
-@final
-class ActivationPenalty:
-    r"""Penalty on the last activations of a recurrent model, per element.
-
-    .. math:: \alpha \operatorname{mean}(d_t^2) + \beta \operatorname{mean}((h_t - h_{t-1})^2),
-
-    with :math:`h_t` the last activations at position :math:`t` and :math:`d_t` the same after
-    dropout. A model with such activations has an attribute ``last_drop``, the dropout layer that
-    takes them as ``(batch, features, length)``.
-
-    Args:
-        model: The model without wrappers.
-        activation: :math:`\alpha`.
-        change: :math:`\beta`.
-
-    Reference: Merity, McCann and Socher (2017), *Revisiting activation regularization for language
-    RNNs*.
-    """
-
-    def __init__(self, model: nn.Module, activation: float, change: float) -> None:
-        layer = getattr(model, "last_drop", None)
-        if not isinstance(layer, nn.Module):
-            raise ValueError(
-                "activation_penalty and change_penalty need a model with a layer last_drop, such "
-                f"as the model lstm, got {type(model).__name__} without"
-            )
-        self._layer, self._weights = layer, (activation, change)
-        self._value: Tensor | None = None
-
-    @contextmanager
-    def observing(self) -> Iterator[None]:
-        """Context manager for a forward pass, after which :meth:`take` has its penalty."""
-        handle = self._layer.register_forward_hook(self._observe)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def take(self) -> Tensor:
-        """Return the penalty of the last forward pass, with its gradient, and forget it."""
-        value, self._value = self._value, None
-        if value is None:
-            raise RuntimeError("the forward pass did not call the layer last_drop of the model")
-        return value
-
-    def _observe(self, layer: nn.Module, inputs: tuple[Tensor, ...], dropped: Tensor) -> None:
-        (h,), (activation, change) = inputs, self._weights
-        # In float32: squares of half-precision activations would lose digits.
-        value = activation * dropped.float().square().mean()
-        if h.shape[2] > 1:  # a single position has no change
-            value = value + change * h.float().diff(dim=2).square().mean()
-        self._value = value
-
+from ritz.training._recurrent import ActivationPenalty, call_model, carried_state, overwrite
 
 # ------------------------------------------------------------------------------------------
 # One step: forward pass, backward pass and update, with losses summed on the device.
@@ -461,114 +301,9 @@ def device_of(model: nn.Module, batch: Any = ()) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-# ------------------------------------------------------------------------------------------
-# Steps as CUDA graphs: recorded once for each shape of batch, and replayed.
-
-Signature = tuple[Any, ...]
-
-
-@final
-class CapturedStep:
-    """A step that is replayed from a CUDA graph after a few ordinary steps.
-
-    The first steps of each shape are ordinary ones on the stream that records. So nothing is
-    computed twice, and the weights are those of ordinary steps. The hooks of the optimiser, and
-    with them averages and Lookahead, run before and after each replay.
-
-    Args:
-        step: A step whose optimiser keeps all that changes on the device.
-        required: Raise, instead of warning, if the step cannot be recorded.
-    """
-
-    def __init__(self, step: Step, *, required: bool) -> None:
-        self._step, self._required = step, required
-        self._optimizers = nested(step.optimizer)
-        self._stream = torch.cuda.Stream()
-        self._seen: Counter[Signature] = Counter()
-        self._graphs: dict[Signature, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._failed = False
-
-    def __call__(self, pieces: Sequence[Piece]) -> None:
-        """Take the step."""
-        key = _signature(pieces)
-        if key in self._graphs or self._record(pieces, key):
-            graph, inputs = self._graphs[key]
-            for static, new in zip(inputs, _inputs(pieces), strict=True):
-                static.copy_(new, non_blocking=True)
-            for optimizer in self._optimizers:
-                _call(optimizer._optimizer_step_pre_hooks, optimizer)
-            graph.replay()
-            for optimizer in reversed(self._optimizers):
-                _call(optimizer._optimizer_step_post_hooks, optimizer)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                self._step(pieces)
-            torch.cuda.current_stream().wait_stream(self._stream)
-
-    def _record(self, pieces: Sequence[Piece], key: Signature) -> bool:
-        """Record the step; return False if it is too early or not possible."""
-        self._seen[key] += 1
-        # Three ordinary steps before a recording fill the state of the optimiser and choose
-        # algorithms, as in torch's recipe for capturing a training step. Two graphs: the usual
-        # batch, and the smaller one at the end of an epoch.
-        if self._failed or self._seen[key] <= 3 or len(self._graphs) >= 2:
-            return False
-        # The graph reads batches and shares from these copies; a state stays where it is.
-        copies = [tree_map_only(Tensor, torch.clone, piece[:2]) for piece in pieces]
-        static = [Piece._make((*copy, *x[2:])) for copy, x in zip(copies, pieces, strict=True)]
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with (
-                _without_hooks(self._step.optimizer),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
-            ):
-                self._step(static)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            if self._required:
-                message = f"capture=True: the step cannot be captured in a CUDA graph: {reason}"
-                raise ValueError(message) from error
-            warnings.warn(f"steps are not captured in a CUDA graph: {reason}", stacklevel=2)
-            self._failed = True
-            return False
-        self._graphs[key] = graph, _inputs(static)
-        return True
-
-
-def _signature(pieces: Sequence[Piece]) -> Signature:
-    # A graph can be replayed for the same shapes and dtypes, and the same numbers of Python.
-    leaves, shape = tree_flatten([tuple(piece) for piece in pieces])
-    return (
-        str(shape),
-        *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-    )
-
-
-def _inputs(pieces: Sequence[Piece]) -> list[Tensor]:
-    return tensors([(piece.batch, piece.share) for piece in pieces])
-
-
 def nested(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimiser and those that Lookahead wraps, outermost first."""
     chain = [optimizer]
     while isinstance(optimizer := chain[-1], Lookahead):
         chain.append(optimizer.optimizer)
     return chain
-
-
-@contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    with ExitStack() as stack:
-        for one in nested(optimizer):
-            # Averages and Lookahead count steps on the host, which a recording would do only once.
-            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-                stack.callback(setattr, one, name, getattr(one, name))
-                setattr(one, name, OrderedDict())
-        yield
-
-
-def _call(hooks: dict[int, Any], optimizer: Optimizer) -> None:
-    for hook in hooks.values():
-        hook(optimizer, (), {})

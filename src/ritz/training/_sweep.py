@@ -21,10 +21,10 @@ from ritz._core.registry import suggest
 from ritz._core.results import Estimate, format_uncertain
 from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, combine
-from ritz.training._assembly import create_optimizer
 from ritz.training._data import PARTS, as_parts, loader_generators
-from ritz.training._fit import LOG, fit
-from ritz.training._folder import FilePath, read_log
+from ritz.training._files import LOG, FilePath, read_log
+from ritz.training._fit import fit
+from ritz.training._optimizers import create_optimizer
 from ritz.training._result import TrainingResult, TrainingStatus
 from ritz.training._workers import Compute, run_tasks
 
@@ -434,7 +434,10 @@ def sweep(
         >>> result.best, result.metrics["train_loss"].shape
         ({'lr': 1.0}, torch.Size([2, 2]))
     """
-    taken = {"model", "data", "config", "checkpoint", "log", "progress", "average", "options"}
+    for name in ("checkpoint", "log", "average", "writer"):
+        if name in options:
+            raise TypeError(f"sweep has no option {name!r}, which its runs would share")
+    taken = {"model", "data", "config", "progress", "options"}
     known = signature(fit).parameters.keys() - taken
     # Names of optimisers and schedules are options of training, which are in the table; objects
     # are passed on.

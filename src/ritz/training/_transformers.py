@@ -5,7 +5,8 @@ from typing import Any
 
 from transformers import trainer_callback
 
-from ritz.training._monitor import CurvatureMonitor, scalars
+from ritz.training._monitor import CurvatureMonitor
+from ritz.training._writers import scalars
 
 
 class TrainerCallback(trainer_callback.TrainerCallback):

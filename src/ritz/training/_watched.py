@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from ritz import optim
 from ritz._core.batches import split_labels
 from ritz._core.results import Estimate
-from ritz.curvature import CurvatureOperator, Risk
+from ritz.curvature import CurvatureOperator, Risk, fisher
 from ritz.curvature._shared import CurvatureMatrix
-from ritz.operators import LinearOperator
+from ritz.operators import LinearOperator, exact
 from ritz.optim import StepReader
 from ritz.optim._shared import Edge, attached_to, edge
 from ritz.spectra import DiscreteDensity, Eigenpairs, Spectrum, eigenpairs, lanczos, lanczos_block
@@ -33,11 +33,12 @@ class Tuning:
 
     # Costs in gradients of the watched samples, rounded up, of 1,024 samples of a perceptron on
     # one core (benchmarks/monitors.py): the dearest case, since its gradient is one dense product,
-    # and all else waits for memory. A product took 1.0, a pass over the gradients of samples 21, a
-    # histogram 45 to 50.
+    # and all else waits for memory. A product took 1.0, a pass over the gradients of samples 19 to
+    # 32, a histogram 42 to 58. Norms of these gradients alone took 2, and 3.4 for LeNet.
     product: float = 2.0
-    samples: float = 25.0
-    histogram: float = 50.0
+    samples: float = 35.0
+    norms: float = 4.0
+    histogram: float = 60.0
     # A product with 128 groups of samples took 10, and tracing the products of another matrix 35.
     grouped: float = 12.0
     traced: float = 40.0
@@ -46,6 +47,9 @@ class Tuning:
     fresh: float = 0.1
     # Steps of a first, cold run to the largest eigenvalue, and of one to several, over num_steps.
     cold: int = 10
+    # Least variance, over E |g_i|^2, that is taken as a difference from |g|^2. The sums of squares
+    # are in float32, with relative errors near 1e-6, so the difference has three digits or more.
+    cancelled: float = 1e-3
 
 
 TUNING = Tuning()
@@ -66,6 +70,10 @@ class Settings(Protocol):
     num_bins: int
     epsilon: float
     seed: int
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """What the quantities share."""
 
 
 @final
@@ -175,27 +183,29 @@ class Watched:
     # Gradients
 
     @cached_property
-    def _loss_and_gradient(self) -> tuple[float, Tensor]:
+    def _whole(self) -> tuple[float, Tensor, int]:
+        """Loss, gradient and number of samples."""
         # F(w) = sum_b c_b L_b(w) + mu/2 |w|^2, with the gradient sum_b c_b grad L_b + mu w.
-        risk, total = self.risk, torch.zeros_like(self.risk.theta)
+        risk, total, count = self.risk, torch.zeros_like(self.risk.theta), 0
         loss = torch.zeros((), dtype=torch.float64, device=total.device)
         with risk.settings():
             for _, context, weight in risk.contexts():
                 gradient, value = risk.batch_gradient(context)
                 total.add_(gradient, alpha=weight)
                 loss += weight * value.double()
+                count += context.size
         penalty = 0.5 * risk.l2 * float(risk.theta.double().square().sum())
-        return float(loss) + penalty, total.add_(risk.theta, alpha=risk.l2)
+        return float(loss) + penalty, total.add_(risk.theta, alpha=risk.l2), count
 
     @property
     def loss(self) -> float:
         """The loss on the watched samples."""
-        return self._loss_and_gradient[0]
+        return self._whole[0]
 
     @property
     def gradient(self) -> Tensor:
         """The gradient on the watched samples, ``(P,)``."""
-        return self._loss_and_gradient[1]
+        return self._whole[1]
 
     @cached_property
     def samples(self) -> SampleGradients:
@@ -209,10 +219,45 @@ class Watched:
             histograms=[size for name, size in sizes.items() if name in self.settings.names],
         )
 
+    @cached_property
+    def square(self) -> float:
+        """The squared norm of the gradient."""
+        return float(self.gradient.double().square().sum())
+
+    @cached_property
+    def total_variance(self) -> float:
+        r""":math:`\operatorname{tr} \Sigma`, the variance of the gradients of single samples."""
+        # If the gradients of all samples are there anyway, their norms come with them.
+        known = None if "samples" in self.settings.parts else self._mean_square()
+        if known is None:
+            return self.samples.total_variance
+        # tr Sigma = E |g_i|^2 - |g|^2. The L2 term shifts all gradients, and leaves the variance.
+        plain = self.gradient.double() - self.risk.l2 * self.risk.theta.double()
+        variance = known - float(plain.square().sum())
+        return variance if variance > TUNING.cancelled * known else self.samples.total_variance
+
+    def _mean_square(self) -> float | None:
+        """Return E |g_i|^2 without the L2 term; ``None`` if only the gradients themselves give it.
+
+        Norms of gradients follow from the inputs of the layers and the derivatives in their outputs
+        (Goodfellow, 2015).
+        """
+        self.memory.check_samples(self.risk)
+        if self.risk.loss_fn is None:
+            return None
+        # The trace of the empirical Fisher matrix E g_i g_i'. No gradient of a sample is formed.
+        value = exact(fisher(self.risk, kind="empirical"), "trace").value
+        return None if value is None else float(value)
+
+    @property
+    def count(self) -> int:
+        """The number of watched samples; of a text, of its segments."""
+        return self._whole[2]
+
     @property
     def batch_size(self) -> int:
         """The batch size of training, if the monitor knows it; otherwise the watched samples."""
-        return self.settings.train_batch_size or self.samples.count
+        return self.settings.train_batch_size or self.count
 
     @property
     def learning_rate(self) -> float:

@@ -1,14 +1,46 @@
-"""Writers of monitors: Weights & Biases and MLflow, by the method that TensorBoard has."""
+"""Writers of training logs and monitors, by the method that TensorBoard has."""
 
-from typing import Any, final
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol, final
+
+
+class Writer(Protocol):
+    """Receives numbers over time, such as ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Receive one number."""
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a record, without lists and words."""
+    numbers = {name: value for name, value in record.items() if type(value) is float}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def write_scalars(writer: Writer, record: Mapping[str, Any], count: int) -> None:
+    """Write the numbers of a record of a log: ``train/loss``, ``curvature/lambda_max``."""
+    watched = record["kind"] == "curvature"
+    for name, value in scalars(record).items():
+        tag = f"curvature/{name}" if watched else _tag(name)
+        writer.add_scalar(tag, value, count)
+
+
+def _tag(name: str) -> str:
+    """Return the tag of a metric: the tools group by what is before the slash."""
+    if name == "rate":
+        return "learning_rate"
+    # average_test_top5_accuracy is top5_accuracy of average_test.
+    return re.sub(r"^((?:average_)?(?:train|validation|test))_", r"\1/", name)
 
 
 @final
 class WandbWriter:
     """Writes to a run of Weights & Biases, which may be offline.
 
-    An instance is a ``writer=`` of :class:`CurvatureMonitor`. Steps must not decrease within a run,
-    so pass ``step=`` as well where you log your own numbers.
+    An instance is a ``writer=`` of :func:`fit` or, in your own loop, of :class:`CurvatureMonitor`.
+    Steps must not decrease within a run, so pass ``step=`` as well where you log your own numbers.
 
     Args:
         run: What ``wandb.init(...)`` returned.
@@ -26,7 +58,7 @@ class WandbWriter:
 class MlflowWriter:
     """Writes to a run of MLflow.
 
-    An instance is a ``writer=`` of :class:`CurvatureMonitor`.
+    An instance is a ``writer=`` of :func:`fit` or, in your own loop, of :class:`CurvatureMonitor`.
 
     Args:
         run: What ``mlflow.start_run(...)`` returned.

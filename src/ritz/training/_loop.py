@@ -21,22 +21,16 @@ from ritz._core.training_config import TrainingConfig, check_same
 from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, known_loss
 from ritz.data import TextSplit
 from ritz.optim import Lookahead
-from ritz.training import _assembly, _folder
+from ritz.training import _assembly, _files, _weights
+from ritz.training._cuda_graph import CapturedStep
 from ritz.training._curvature import DivergedError, StepCurvature
 from ritz.training._data import Feed, own_rows
-from ritz.training._folder import Checkpoint, Folder, Log, Record
+from ritz.training._files import Checkpoint, Folder, Log, Record
+from ritz.training._optimizers import make_optimizer
+from ritz.training._recurrent import carried_state, gathered
 from ritz.training._result import TrainingStatus, diverged
-from ritz.training._step import (
-    CapturedStep,
-    Piece,
-    Step,
-    batch_mass,
-    carried_state,
-    evaluate,
-    gathered,
-    nested,
-    scaled_rates,
-)
+from ritz.training._step import Piece, Step, batch_mass, evaluate, nested, scaled_rates
+from ritz.training._writers import Writer, write_scalars
 
 LOADER = "loader."  # names of the generators of loaders begin with it
 
@@ -112,6 +106,7 @@ class Run:
         signals: Names of the signals received so far: a reason to stop.
         log: Path of the log, or ``None``.
         folder: Folder of the checkpoint, or ``None``.
+        writer: Receives the numbers of the log, or ``None``.
         classes: Classes of user-defined objects, which a resumed run must share.
     """
 
@@ -129,6 +124,7 @@ class Run:
     signals: Sequence[str]
     log: Any
     folder: Folder | None
+    writer: Writer | None
     classes: dict[str, str]
 
     def __post_init__(self) -> None:
@@ -145,8 +141,8 @@ class Run:
         self._log: Log | None = None
         self._times: Log | None = None
         if self.log is not None:  # before files of an earlier run are removed
-            _folder.check_no_link(Path(self.log))
-            _folder.check_no_link(_folder.times_path(self.log))
+            _files.check_no_link(Path(self.log))
+            _files.check_no_link(_files.times_path(self.log))
         checkpoint = self.folder.read() if self.folder and self.config.resume else None
         self._new, self._begun = checkpoint is None, False
         if self.folder is not None and checkpoint is not None:
@@ -155,7 +151,7 @@ class Run:
         self._first_step = self.state.step
         # Files are written after the first step, which changes the weights.
         kept = self._new and 0 in self.config.keep and rank() == 0
-        self._initial = copy.deepcopy(_folder.tensor_state(self.model)) if kept else None
+        self._initial = copy.deepcopy(_weights.tensor_state(self.model)) if kept else None
 
     def _assemble(self) -> None:
         """Create optimiser, average, schedule and step from the options, and check them."""
@@ -167,7 +163,7 @@ class Run:
             # The last step of an epoch may accumulate fewer batches than the others.
             self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
         plan = _assembly.average_plan(config, self.steps_per_epoch, self._steps_before)
-        optimizer = _assembly.make_optimizer(self.optimizer, model, config, plan, device)
+        optimizer = make_optimizer(self.optimizer, model, config, plan, device)
         self.average, self._auto = _assembly.make_average(self.average, optimizer, config, plan)
         if config.final == "average" and self.average is None:
             raise ValueError("final='average' needs an average: pass average_from or patience")
@@ -282,13 +278,13 @@ class Run:
                 self.folder.clear()
         if self.log is not None and rank() == 0:
             self._log = Log(self.log, size=self.state.log_bytes)
-            self._times = Log(_folder.times_path(self.log), size=0 if self._new else None)
+            self._times = Log(_files.times_path(self.log), size=0 if self._new else None)
         if self.folder is not None and rank() == 0:
             self.folder.write_texts()  # after all files of another run are gone
         if self._new:
             self._save()
         if self.folder is not None and self._initial is not None:
-            _folder.save_tensors(self._initial, self.folder.path / _folder.kept_name(0), epoch=0)
+            _weights.save_tensors(self._initial, self.folder.path / _weights.kept_name(0), epoch=0)
             self._initial = None
 
     def _epoch(self, bar: Progress) -> TrainingStatus | None:
@@ -441,7 +437,7 @@ class Run:
             times |= {"samples_per_second": samples / spent, "evaluation_seconds": rest}
             self._times.write(times)
         if self.folder is not None and number in config.keep:
-            self._save_weights(_folder.kept_name(number), epoch=number)
+            self._save_weights(_weights.kept_name(number), epoch=number)
         if stop:
             return TrainingStatus(outcome="stopped", message=f"patience ran out in epoch {number}")
         return self._poll(agreed=True)
@@ -464,10 +460,10 @@ class Run:
         if record:
             self._record({"kind": "final", "epoch": state.epoch, "step": state.step, **record})
         if self.folder is not None:
-            self._save_weights(_folder.WEIGHTS)
+            self._save_weights(_files.WEIGHTS)
             if self.average is not None and self.average.count:
                 with self.average.applied(self.model, **self._statistics()):
-                    self._save_weights(_folder.AVERAGE)
+                    self._save_weights(_files.AVERAGE)
         state.finished = True
         self._save()
 
@@ -476,15 +472,25 @@ class Run:
             if getattr(monitor, "unit", "step") != unit:
                 continue
             record = monitor(count, self.model, self.optimizer)
-            if record is not None and self._log is not None:
+            if record is not None:
                 # A step belongs to the epoch that is not yet complete.
                 number = self.state.epoch + (unit == "step")
-                self._log.write({**record, "epoch": number, "step": self.state.step})
+                # A monitor with a writer of its own has written already.
+                new = getattr(monitor, "writer", None) is None
+                place = {"epoch": number, "step": self.state.step}
+                self._publish({"kind": "curvature", **record, **place}, written=not new)
 
     def _record(self, record: Record) -> None:
         self.state.records.append(record)
+        self._publish(record)
+
+    def _publish(self, record: Record, *, written: bool = False) -> None:
+        """Pass a record to the log and, unless it is written already, to the writer."""
         if self._log is not None:
             self._log.write(record)
+        if self.writer is not None and not written and rank() == 0:
+            # All numbers over steps: some tools refuse a count that decreases.
+            write_scalars(self.writer, record, self.state.step)
 
     # --------------------------------------------------------------------------------------
     # Evaluation of the weights and of their average.
@@ -582,7 +588,7 @@ class Run:
 
     def _save_weights(self, name: str, **header: Any) -> None:
         if self.folder is not None and rank() == 0:
-            _folder.save_weights(self.model, self.folder.path / name, **header)
+            _weights.save_weights(self.model, self.folder.path / name, **header)
 
     def _save(self) -> bool:
         """Write a checkpoint; return False, and write nothing, if the loss is not finite."""
@@ -598,8 +604,8 @@ class Run:
             self.state.log_bytes = self.state.log_bytes if self.state.finished else size
         checkpoint = replace(
             self.state,
-            model=_folder.tensor_state(self.model),
-            optimizer=_folder.optimizer_state(self.optimizer),
+            model=_weights.tensor_state(self.model),
+            optimizer=_files.optimizer_state(self.optimizer),
             schedule=dict(self.schedule.state_dict()),
             scaler=self._step.scaler.state_dict(),
             patience=None if self._auto is None else self._auto.state_dict(),
@@ -637,8 +643,8 @@ class Run:
                 f"{path} was trained {made} a recurrent state carried across batches, unlike this "
                 "run: use the same data and forward, or another folder"
             )
-        _folder.copy_weights(self.model, saved.model, path)
-        _folder.load_optimizer_state(self.optimizer, saved.optimizer, self.device)
+        _weights.copy_weights(self.model, saved.model, path)
+        _files.load_optimizer_state(self.optimizer, saved.optimizer, self.device)
         self.schedule.load_state_dict(saved.schedule)
         self._step.scaler.load_state_dict(saved.scaler)
         if saved.patience is not None and self._auto is not None:

@@ -1,0 +1,116 @@
+"""Training steps as CUDA graphs: recorded once for each shape of batch, and replayed."""
+
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ritz._core.batches import tensors
+from ritz.training._step import Piece, Step, nested
+
+Signature = tuple[Any, ...]
+
+
+@final
+class CapturedStep:
+    """A step that is replayed from a CUDA graph after a few ordinary steps.
+
+    The first steps of each shape are ordinary ones on the stream that records. So nothing is
+    computed twice, and the weights are those of ordinary steps. The hooks of the optimiser, and
+    with them averages and Lookahead, run before and after each replay.
+
+    Args:
+        step: A step whose optimiser keeps all that changes on the device.
+        required: Raise, instead of warning, if the step cannot be recorded.
+    """
+
+    def __init__(self, step: Step, *, required: bool) -> None:
+        self._step, self._required = step, required
+        self._optimizers = nested(step.optimizer)
+        self._stream = torch.cuda.Stream()
+        self._seen: Counter[Signature] = Counter()
+        self._graphs: dict[Signature, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._failed = False
+
+    def __call__(self, pieces: Sequence[Piece]) -> None:
+        """Take the step."""
+        key = _signature(pieces)
+        if key in self._graphs or self._record(pieces, key):
+            graph, inputs = self._graphs[key]
+            for static, new in zip(inputs, _inputs(pieces), strict=True):
+                static.copy_(new, non_blocking=True)
+            for optimizer in self._optimizers:
+                _call(optimizer._optimizer_step_pre_hooks, optimizer)
+            graph.replay()
+            for optimizer in reversed(self._optimizers):
+                _call(optimizer._optimizer_step_post_hooks, optimizer)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._step(pieces)
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _record(self, pieces: Sequence[Piece], key: Signature) -> bool:
+        """Record the step; return False if it is too early or not possible."""
+        self._seen[key] += 1
+        # Three ordinary steps before a recording fill the state of the optimiser and choose
+        # algorithms, as in torch's recipe for capturing a training step. Two graphs: the usual
+        # batch, and the smaller one at the end of an epoch.
+        if self._failed or self._seen[key] <= 3 or len(self._graphs) >= 2:
+            return False
+        # The graph reads batches and shares from these copies; a state stays where it is.
+        copies = [tree_map_only(Tensor, torch.clone, piece[:2]) for piece in pieces]
+        static = [Piece._make((*copy, *x[2:])) for copy, x in zip(copies, pieces, strict=True)]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with (
+                _without_hooks(self._step.optimizer),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+            ):
+                self._step(static)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            if self._required:
+                message = f"capture=True: the step cannot be captured in a CUDA graph: {reason}"
+                raise ValueError(message) from error
+            warnings.warn(f"steps are not captured in a CUDA graph: {reason}", stacklevel=2)
+            self._failed = True
+            return False
+        self._graphs[key] = graph, _inputs(static)
+        return True
+
+
+def _signature(pieces: Sequence[Piece]) -> Signature:
+    # A graph can be replayed for the same shapes and dtypes, and the same numbers of Python.
+    leaves, shape = tree_flatten([tuple(piece) for piece in pieces])
+    return (
+        str(shape),
+        *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+    )
+
+
+def _inputs(pieces: Sequence[Piece]) -> list[Tensor]:
+    return tensors([(piece.batch, piece.share) for piece in pieces])
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in nested(optimizer):
+            # Averages and Lookahead count steps on the host, which a recording would do only once.
+            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                stack.callback(setattr, one, name, getattr(one, name))
+                setattr(one, name, OrderedDict())
+        yield
+
+
+def _call(hooks: dict[int, Any], optimizer: Optimizer) -> None:
+    for hook in hooks.values():
+        hook(optimizer, (), {})
