@@ -3,20 +3,26 @@
 Each model is small, with random weights and data, and attention as it comes. A row is one model
 and one way to multiply: ritz, four other libraries, or double backward in ten lines of torch.
 ``first`` is the first Hessian product of a new operator, ``next`` every later one, ``column`` one
-of a block of eight, ``GGN first`` and ``GGN`` the same for Gauss-Newton, all over one gradient of
-the same samples in the same round. ``MiB`` is the peak memory of a product and of all that its
-operator caches, without model and data: of the process on the CPU, of the device on CUDA. ``error``
-and ``GGN error`` compare with plain double backward. The process is warm: torch loads modules for
-about a second before its first forward derivative, which is not in ``first``.
+of a block of eight, ``GGN first`` and ``GGN`` the same for Gauss-Newton, ``compiled`` and ``GGN
+compiled`` later ones with ``compile=True`` (with ``--compile``), all over one gradient of the same
+samples in the same round. The gradient uses the attention and recurrent kernels that torch chooses;
+those have no second derivatives, so products cannot.
+
+``MiB`` is the peak memory of a product and of all that its operator caches, without model and data:
+of the process on the CPU, of the device on CUDA. ``error`` and ``GGN error`` compare with plain
+double backward. The process is warm: torch loads modules for about a second before its first
+forward derivative, which is not in ``first``.
 """
 
 import argparse
 import copy
 import ctypes
 import gc
+import importlib.util
 import json
 import time
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,6 +34,7 @@ from products import (
     backpack_jobs,
     curvlinops_jobs,
     eigenthings_jobs,
+    gathered,
     pyhessian_jobs,
 )
 from timing import RESULTS, interleaved, median, ratio, write
@@ -36,6 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ritz
 
 FIRST = 3  # new operators whose first product is timed
+EVERY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def ritz_jobs(s):
@@ -45,6 +53,12 @@ def ritz_jobs(s):
         yield f"{kind} ritz", lambda op=op: op @ s.vector
     wide = ritz.hessian(risk)
     yield "Hessian ritz, block", lambda: wide @ s.block
+
+
+def compiled_jobs(s):
+    for kind, make in (("Hessian", ritz.hessian), ("GGN", ritz.ggn)):
+        op = make(s.risk, compile=True)
+        yield f"{kind} ritz, compiled", lambda op=op: op @ s.vector
 
 
 def torch_jobs(s):
@@ -61,14 +75,36 @@ def torch_jobs(s):
     yield "GGN torch", s.summed(ggn)
 
 
+# By name: how it is imported, and its jobs.
 LIBRARIES = {
-    "torch": torch_jobs,
-    "ritz": ritz_jobs,
-    "curvlinops": curvlinops_jobs,
-    "hessian-eigenthings": eigenthings_jobs,
-    "PyHessian": pyhessian_jobs,
-    "BackPACK": backpack_jobs,
+    "torch": ("torch", torch_jobs),
+    "ritz": ("ritz", ritz_jobs),
+    "curvlinops": ("curvlinops", curvlinops_jobs),
+    "hessian-eigenthings": ("hessian_eigenthings", eigenthings_jobs),
+    "PyHessian": ("pyhessian", pyhessian_jobs),
+    "BackPACK": ("backpack", backpack_jobs),
 }
+
+
+def installed():
+    """Return the jobs of the libraries that are installed, and print the others."""
+    missing = [who for who, (name, _) in LIBRARIES.items() if not importlib.util.find_spec(name)]
+    if missing:
+        print(f"not installed, left out: {', '.join(missing)}")
+    return {who: make for who, (_, make) in LIBRARIES.items() if who not in missing}
+
+
+@contextmanager
+def kernels(model, *, chosen):
+    """Use the kernels that torch chooses, or those that have second derivatives."""
+    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
+    enabled = torch.backends.cudnn.enabled
+    with sdpa_kernel(EVERY if chosen else SDPBackend.MATH):
+        torch.backends.cudnn.enabled = chosen or not recurrent
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.enabled = enabled
 
 
 def flat(product):
@@ -144,18 +180,26 @@ def measured(s, who, make):
     return first, jobs, products, memory
 
 
-def rows(name, args):
+def rows(name, args, libraries):
     torch.manual_seed(0)
     s = Setting(*MODELS[name](args.scale), args.device, None)
-    gradient = s.summed(s.gradient)
+    plain = s.summed(s.gradient)
+
+    def gradient():
+        with kernels(s.model, chosen=True):
+            plain()
+
     gradient()
     base = peak(s, gradient)
-    plain = copy.copy(s)  # without torch.compile, through which torch has no second derivatives
-    plain.model = getattr(s.model, "_orig_mod", s.model)
-    with sdpa_kernel(SDPBackend.MATH):  # the other attention kernels have no second derivatives
-        truth = {label: flat(job()) for label, job in torch_jobs(plain)}
-        found = {who: measured(s, who, make) for who, make in LIBRARIES.items()}
+    # Without torch.compile, through which torch has no second derivatives.
+    bare = copy.copy(s)
+    bare.model = getattr(s.model, "_orig_mod", s.model)
+    with kernels(s.model, chosen=False):
+        truth = {label: flat(job()) for label, job in torch_jobs(bare)}
+        found = {who: measured(s, who, make) for who, make in libraries.items()}
         jobs = {label: job for _, parts, _, _ in found.values() for label, job in parts.items()}
+        if args.compile:
+            jobs |= dict(gathered({"ritz, compiled": compiled_jobs}, s))
         jobs = {"gradient": gradient} | jobs
         jobs = {label: lambda job=job: timed(s, job) for label, job in jobs.items()}
         seconds = interleaved(jobs, rounds=args.rounds, clock=clock(s))
@@ -171,17 +215,20 @@ def rows(name, args):
             "gradient ms": 1e3 * below,
             "who": who,
         }
-        for kind, heads in (("Hessian", ("first", "next")), ("GGN", ("GGN first", "GGN"))):
+        for kind, heads in (
+            ("Hessian", ("first", "next", "compiled", "error")),
+            ("GGN", ("GGN first", "GGN", "GGN compiled", "GGN error")),
+        ):
             label = f"{kind} {who}"
             row[heads[0]] = median(first[label]) / below if label in first else ""
             row[heads[1]] = over(label)
+            row[heads[2]] = over(f"{label}, compiled")
+            here, there = products.get(label), truth.get(f"{kind} torch")
+            known = here is not None and there is not None
+            row[heads[3]] = float((here - there).norm() / there.norm()) if known else ""
         row["first s"] = median(first[f"Hessian {who}"]) if f"Hessian {who}" in first else ""
         row["column"] = over(f"Hessian {who}, block", WIDTH)
         row["MiB"], row["gradient MiB"] = memory, base
-        for kind, head in (("Hessian", "error"), ("GGN", "GGN error")):
-            here, there = products.get(f"{kind} {who}"), truth.get(f"{kind} torch")
-            known = here is not None and there is not None
-            row[head] = float((here - there).norm() / there.norm()) if known else ""
         yield row
 
 
@@ -191,21 +238,27 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--scale", type=int, default=1, help="factor of all widths")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--name", default="models")
+    parser.add_argument("--compile", action="store_true", help="products with compile=True too")
+    parser.add_argument("--name", help="of the file of results")
     parser.add_argument("--add", action="store_true", help="keep the rows of other models")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    libraries = installed()
     warm = Setting(torch.nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 0, 1]),
                    args.device, None)  # fmt: skip
-    for make in LIBRARIES.values():
-        for _, job in make(warm):
-            job()
+    for _, job in gathered(libraries, warm):
+        job()
+    args.name = args.name or ("models" if args.device == "cpu" else "models_cuda")
     path = RESULTS / f"{args.name}.json"
     before = json.loads(path.read_text())["results"] if args.add and path.exists() else []
     found = [row for row in before if row["model"] not in args.models]
     for name in args.models:
-        found += rows(name, args)
+        try:
+            found += rows(name, args, libraries)
+        except Exception as error:  # the other models are measured all the same
+            print(f"{name} could not: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            continue
         found.sort(key=lambda row: list(MODELS).index(row["model"]))
         write(args.name, found)
 

@@ -50,6 +50,20 @@ def test_a_landscape_has_a_plane_and_test_data(here, finished, tmp_path, capsys)
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".svg"}
 
 
+def test_a_budget_of_a_landscape_cuts_steps_then_points(
+    here, finished, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("ritz.cli._session.LONG", 0.0)
+
+    assert ritz("landscape", "run", *OWN, "--max-products", "60", "--out", tmp_path) == 0
+
+    assert "20 products, 39 evaluations on" in capsys.readouterr().err
+    found = library.load(tmp_path / "landscape-max_products60.safetensors")
+    assert len(found.t) == 13
+    assert ritz("landscape", "run", *OWN, "--max-products", "7") == 2
+    assert "--max-products must be at least 8, got 7" in capsys.readouterr().err
+
+
 def test_an_interrupted_landscape_resumes_to_the_same_files(here, finished, tmp_path, monkeypatch):
     whole = tmp_path / "whole"
     arguments = ["landscape", "run", *OWN, "--plane", "--points", "4", *FEW, "--json",

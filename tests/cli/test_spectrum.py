@@ -188,3 +188,21 @@ def test_the_l2_term_is_added_on_request_and_named(here, finished, tmp_path, cap
     values = torch.tensor(plain[1]["values"], dtype=torch.float64) + 0.5
     torch.testing.assert_close(torch.tensor(shifted[1]["values"], dtype=torch.float64), values)
     assert "l2=0.5" in results[1]["files"][0]
+
+
+def test_a_budget_of_products_cuts_steps_and_long_work_is_announced(
+    here, finished, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("ritz.cli._session.LONG", 0.0)
+    both = ["--matrix", "both", "--max-products", "9", "--out", tmp_path]
+
+    assert ritz("spectrum", "run", *OWN, *both) == 0
+
+    assert "8 products on 48 samples: about" in capsys.readouterr().err
+    found = [library.load(file) for file in tmp_path.glob("*max_products9.safetensors")]
+    assert [len(spectrum.values) for spectrum in found] == [4, 4]
+
+
+def test_a_budget_below_one_product_for_each_spectrum_is_refused(here, finished, refused):
+    line = refused("spectrum", "run", *OWN, "--matrix", "both", "--max-products", "1")
+    assert "--max-products must be at least 2, got 1" in line

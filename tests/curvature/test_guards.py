@@ -1,11 +1,15 @@
 """Models that read numbers from tensors, as in ``if mask.all()``, are linearised with guards."""
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ritz
+from ritz.curvature._modes import LIMITS
 
 
 class Masked(nn.Module):
@@ -89,3 +93,119 @@ def test_numbers_read_from_parameters_are_guards_too(rng):
     product = op @ torch.eye(op.shape[0], dtype=torch.float64)
 
     torch.testing.assert_close(product, dense(model, batches))
+
+
+class Scaled(nn.Module):
+    """Logits times a number that a function reads from the inputs or from further data."""
+
+    def __init__(self, generator, read):
+        super().__init__()
+        self.layer, self.read = nn.Linear(3, 2).double(), read
+        for weight in self.parameters():
+            nn.init.normal_(weight, generator=generator)
+
+    def forward(self, x, *more):
+        return torch.tanh(self.layer(x)) * self.read(x, *more)
+
+
+class Box:
+    """An object that does not say what it holds."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __repr__(self):
+        return "Box()"
+
+
+def rows(rng, count=5):
+    return torch.randn(count, 3, generator=rng, dtype=torch.float64)
+
+
+def check_exact(model, batches, **options):
+    """The products with all batches, and with each alone, by one operator."""
+    risk = ritz.Risk(model, cross_entropy, batches)
+    op = ritz.hessian(risk, **options)
+    identity = torch.eye(risk.space.size, dtype=torch.float64)
+    torch.testing.assert_close(op @ identity, dense(model, batches))
+    for batch in reversed(batches):
+        product = op.at(risk.moved([batch])) @ identity
+        torch.testing.assert_close(product, dense(model, [batch]))
+    return op
+
+
+def test_code_that_reads_strides_is_traced_for_each_layout(rng):
+    def read(x):
+        return 2.0 if x.is_contiguous() else 3.0
+
+    batches = [(x, torch.arange(5) % 2) for x in (rows(rng), rows(rng).T.contiguous().T)]
+
+    op = check_exact(Scaled(rng, read), batches, engine="linearized")
+
+    assert len(op.products._traces) == 2
+
+
+def test_values_of_arrays_in_batches_are_told_apart(rng):
+    long = [np.where(np.arange(3000) == 1500, value, 0.0) for value in (1.0, 2.0)]
+    assert repr(long[0]) == repr(long[1])
+    batches = [(rows(rng), array, torch.arange(5) % 2) for array in long]
+
+    op = check_exact(Scaled(rng, lambda x, array: float(array.sum())), batches)
+
+    assert len(op.products._traces) == 2
+
+
+def test_batches_with_objects_of_unknown_content_are_eager(rng):
+    batches = [(rows(rng), Box(torch.tensor(value)), torch.arange(5) % 2) for value in (1.0, 2.0)]
+    model = Scaled(rng, lambda x, box: box.value)
+
+    with pytest.warns(UserWarning, match="values in a Box"):
+        op = check_exact(model, batches)
+
+    assert "eager" in op.products.plan
+    risk = ritz.Risk(model, cross_entropy, batches)
+    with pytest.raises(RuntimeError, match="values in a Box"):
+        ritz.hessian(risk, engine="linearized") @ torch.ones(risk.space.size, dtype=torch.float64)
+
+
+def test_what_a_trace_cannot_do_at_another_point_never_comes_before_its_guard(rng):
+    def read(x, k):  # a table that is too short for larger entries
+        table = torch.linspace(1, 2, int(k.max()) + 1, dtype=torch.float64)
+        return table[k].unsqueeze(1)
+
+    tops = (1, 3, 2)
+    batches = [(rows(rng), torch.arange(5) % (top + 1), torch.arange(5) % 2) for top in tops]
+
+    op = check_exact(Scaled(rng, read), batches, engine="linearized")
+
+    assert [len(traces) for traces in op.products._traces.values()] == [3]
+
+
+def test_a_number_that_differs_everywhere_stops_tracing(rng):
+    model = Scaled(rng, lambda x: float(x.detach().abs().max()))
+    batches = [(rows(rng), torch.arange(5) % 2) for _ in range(7)]
+
+    op = check_exact(model, batches)
+
+    assert [len(traces) for traces in op.products._traces.values()] == [LIMITS.max_paths]
+    assert op.products.plan.count("not linearized for all batches") == 1
+
+
+def test_tensors_that_a_model_caches_are_not_those_of_a_transform(rng):
+    class Caching(Scaled):
+        cache = None
+
+        def forward(self, x):
+            if self.cache is None or len(self.cache) < len(x):
+                self.cache = 1 + torch.arange(len(x), dtype=torch.float64).unsqueeze(1)
+            self.last = super().forward(x)
+            return self.last * self.cache[: len(x)]
+
+    model = Caching(rng, lambda x: 1.0)
+    before = set(vars(model))
+    batches = [(rows(rng, count), torch.arange(count) % 2) for count in (2, 5, 3)]
+
+    check_exact(model, batches)
+
+    assert set(vars(model)) == before
+    copy.deepcopy(model)(batches[1][0])

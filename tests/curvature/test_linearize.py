@@ -406,3 +406,41 @@ def test_a_model_that_cannot_be_traced_warns_once_and_says_how_to_avoid_it():
         warnings.simplefilter("error")
         hessian(one.risk(), engine="eager") @ vector
         hessian(made(torch.tanh).risk()) @ vector
+
+
+def small_case(sizes):
+    """A network and batches of these sizes."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    for weight in model.parameters():
+        nn.init.normal_(weight, generator=generator)
+    inputs = [torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in sizes]
+    return model, [(x, torch.arange(len(x)) % 2) for x in inputs]
+
+
+@pytest.mark.parametrize(("num_products", "count"), [(1, 15), (15, 1)])
+def test_a_model_is_not_traced_for_few_products(num_products, count):
+    model, batches = small_case([4] * count)
+    risk = Risk(model, functional.cross_entropy, batches)
+    few = hessian(risk, num_products=num_products)
+    vector = torch.linspace(-1, 1, risk.space.size, dtype=torch.float64)
+
+    product = few @ vector
+
+    assert few.products.plan == "reverse over reverse, eager"
+    many = hessian(risk, num_products=num_products + 1)
+    torch.testing.assert_close(many @ vector, product)
+    assert "linearized" in many.products.plan
+    # A trace that is there is used.
+    assert "linearized" in hessian(risk, num_products=1).products.plan
+
+
+def test_a_last_batch_that_is_a_small_part_has_no_trace():
+    model, batches = small_case([20, 20, 1])
+    risk = Risk(model, functional.cross_entropy, batches)
+    op, strict = hessian(risk), hessian(risk, engine="linearized")
+
+    torch.testing.assert_close(op.dense(), strict.dense())
+
+    assert len(op.products._traces) == 1
+    assert len(strict.products._traces) == 2

@@ -5,13 +5,13 @@ import torch
 from torch import fx
 from torch.func import functionalize, grad, jvp, vmap
 
-from ritz.curvature._recorder import record
+from ritz.curvature._recorder import GuardError, guard, record
 
 
 def replay(recording, *inputs):
-    """Return the result of a recorded graph at other inputs, and its conditions."""
-    result, *conditions = fx.GraphModule(recording.root, recording.graph)(*inputs)
-    return result, [bool(condition) for condition in conditions]
+    """Return the result of a recorded graph at other inputs."""
+    (result,) = fx.GraphModule(recording.root, recording.graph)(*inputs)
+    return result
 
 
 def numbers(*shape, seed=0):
@@ -33,23 +33,22 @@ def test_a_graph_computes_the_function_at_other_inputs(function):
     recording = record(function, [numbers(4), numbers(4, seed=1)])
 
     inputs = numbers(4, seed=2), numbers(4, seed=3)
-    result, conditions = replay(recording, *inputs)
+    result = replay(recording, *inputs)
 
     torch.testing.assert_close(result, function(*inputs), rtol=0, atol=0)
-    assert conditions == []
 
 
 def test_a_tensor_passed_twice_is_two_inputs_and_is_left_alone():
     x = numbers(3)
     recording = record(lambda a, b: a - 2 * b, [x, x])
 
-    result, _ = replay(recording, numbers(3), torch.zeros(3, dtype=torch.float64))
+    result = replay(recording, numbers(3), torch.zeros(3, dtype=torch.float64))
 
     assert torch.equal(result, numbers(3))
     assert not vars(x)
 
 
-def test_numbers_read_from_inputs_are_conditions_and_those_of_constants_are_not():
+def test_numbers_read_from_inputs_are_guards_and_those_of_constants_are_not():
     constant = torch.tensor(2.0, dtype=torch.float64)
 
     def function(x):
@@ -57,11 +56,28 @@ def test_numbers_read_from_inputs_are_conditions_and_those_of_constants_are_not(
 
     recording = record(function, [torch.ones(2, dtype=torch.float64)])
 
-    assert recording.num_conditions == 1
-    result, conditions = replay(recording, torch.ones(2, dtype=torch.float64))
-    assert result.tolist() == [2.0, 2.0]
-    assert conditions == [True]
-    assert replay(recording, -torch.ones(2, dtype=torch.float64))[1] == [False]
+    assert [node.target for node in recording.graph.nodes].count(guard) == 1
+    assert replay(recording, torch.ones(2, dtype=torch.float64)).tolist() == [2.0, 2.0]
+    with pytest.raises(GuardError, match="another path"):
+        replay(recording, -torch.ones(2, dtype=torch.float64))
+
+
+def test_nan_that_is_read_again_is_the_same_number():
+    recording = record(lambda x: x * (1.0 if float(x[0]) > 0 else 2.0), [torch.tensor([torch.nan])])
+
+    assert replay(recording, torch.tensor([torch.nan])).isnan().all()
+    with pytest.raises(GuardError):
+        replay(recording, torch.ones(1))
+
+
+def test_random_numbers_are_refused_even_if_the_function_seeds_them():
+    def function(x):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return x + torch.randn(2)
+
+    with pytest.raises(RuntimeError, match="draws random numbers"):
+        record(function, [torch.ones(2)])
 
 
 def test_layouts_are_those_of_the_tensors():
@@ -89,7 +105,7 @@ def test_a_recorded_graph_maps_over_blocks():
     ("function", "message"),
     [
         (lambda x: x if torch.equal(x, 2 * x) else -x, "depends on values"),
-        (lambda x: x + torch.rand(2, generator=torch.Generator()), "random generator"),
+        (lambda x: x + torch.rand(2, generator=torch.Generator()), "random numbers"),
     ],
 )
 def test_what_a_graph_cannot_hold_is_refused(function, message):

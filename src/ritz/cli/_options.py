@@ -57,6 +57,7 @@ Split = Literal["train", "validation", "test"]
 SPLIT = "Part of the data to measure on."
 Picture = Literal["png", "svg", "pdf"]
 PICTURE = "Format of the figures."
+MAX_PRODUCTS = "At most this many products with matrices: {} (default: as many as needed)."
 OF_RUN = "Name or module:factory (default: as in the run). Required if the run used module:factory."
 LOSS = "cross_entropy, mse, model (the model returns its loss) or module:function (default: {})."
 SET_MODEL = "Option of the model, such as width=32 or hidden=64,32. May be repeated."

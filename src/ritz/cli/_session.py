@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+import typer
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -21,6 +23,7 @@ from ritz._core.batches import split_labels, to_device
 from ritz._core.checks import check_device
 from ritz._core.journal import has_state, remove_state
 from ritz._core.modes import batch_norms
+from ritz._core.progress import LONG, duration
 from ritz._core.signals import terminate_as_interrupt
 from ritz._core.storage import digest, save
 from ritz.cli._app import Interrupted
@@ -337,6 +340,24 @@ class Measurement:
             seed=self.options.seed,
             progress=not self.options.json,
         )
+
+    def announce(self, risk: Risk, *, products: int, evaluations: int = 0) -> None:
+        """Say what a long command is going to compute, and about how long it will take."""
+        if self.options.json:
+            return
+        with risk.settings():
+            context = next(context for _, context, _ in risk.contexts())
+            for _ in range(2):  # the first gradient of a process loads code
+                begin = time.perf_counter()
+                float(risk.batch_gradient(context)[1])
+        gradient = (time.perf_counter() - begin) * sum(risk.batch_rows) / context.size
+        # A product costs 1 to 2 gradients, and up to 4 where a model cannot be traced; an
+        # evaluation is the first third of a gradient (benchmarks/models.py).
+        seconds = gradient * (2 * products + evaluations / 3)
+        if seconds > LONG:
+            work = f"{products:,} products" + (f", {evaluations:,} evaluations" * bool(evaluations))
+            typer.echo(f"{work} on {risk.num_samples:,} samples: about {duration(seconds)}; "
+                       "--max-products sets a limit", err=True)  # fmt: skip
 
     def generator(self) -> torch.Generator:
         """Return a new generator with the seed of the command."""

@@ -1,9 +1,9 @@
 """``ritz landscape``: loss and accuracy around a trained network, along lines and on a plane."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ritz._core.checks import check_positive
+from ritz._core.checks import check_count, check_positive
 from ritz.cli import _options as shared
 from ritz.cli._options import option
 
@@ -38,6 +38,12 @@ class Options(shared.MeasureOptions):
         1.0, "Largest distance from the trained weights, in units of the length of the direction."
     )
     points: int = option(21, "Number of points per line. A plane has points x points.", low=2)
+    max_products: int | None = option(
+        None,
+        "At most this many products and evaluations of the loss: fewer steps, then fewer "
+        "points (default: as many as needed).",
+        low=1,
+    )
     picture: shared.Picture = option("png", shared.PICTURE, shared.OUTPUT, free=True)
 
 
@@ -50,6 +56,8 @@ def command(options: Options) -> None:
     leading = ("directions", "batch_norm")
     with measurement(options) as session:
         risk = session.risk().with_batch_norm(session.modes(options.batch_norm)[0])
+        options = _within(options, risk.space.size)
+        session.announce(risk, products=_steps(options), evaluations=_evaluations(options))
         vectors = _directions(session, risk, options)
         # All test data, whatever --samples: the test loss needs no products, so it is cheap.
         grid: Any = {
@@ -75,6 +83,32 @@ def command(options: Options) -> None:
             )
 
 
+def _steps(options: Options) -> int:
+    return options.steps if options.directions == "ritz" else 0
+
+
+def _evaluations(options: Options) -> int:
+    # Ritz vectors of the largest, the smallest and the flattest value, or two random directions.
+    lines = 3 if options.directions == "ritz" else 2
+    return lines * options.points + options.plane * options.points**2
+
+
+def _within(options: Options, size: int) -> Options:
+    """Return the options with as many steps and points as the budget allows."""
+    # A Krylov space has at most as many dimensions as there are parameters.
+    options = replace(options, steps=min(options.steps, size))
+    if options.max_products is None:
+        return options
+    # Steps find the directions, points show what is there: at most a third goes into steps.
+    smaller = replace(options, steps=min(options.steps, max(2, options.max_products // 3)))
+    while _steps(smaller) + _evaluations(smaller) > options.max_products:
+        if smaller.points == 2:
+            needed = _steps(smaller) + _evaluations(smaller)
+            check_count("--max-products", options.max_products, low=needed)
+        smaller = replace(smaller, points=smaller.points - 1)
+    return smaller
+
+
 def _directions(session: "Measurement", risk: "Risk", options: Options) -> "dict[str, Tensor]":
     """Return directions by name; Ritz vectors are those of the batch-norm mode of the risk."""
     from ritz import measures
@@ -84,9 +118,8 @@ def _directions(session: "Measurement", risk: "Risk", options: Options) -> "dict
     generator, kind = session.generator(), options.directions
     if kind == "ritz":
         saving = session.resume(session.name(f"directions-{risk.batch_norm}"))
-        # A Krylov space has at most as many dimensions as there are parameters.
-        size = min(options.steps, risk.space.size)
-        run = lanczos(hessian(risk), num_steps=size, vectors=True, generator=generator, **saving)
+        op = hessian(risk, num_products=options.steps)
+        run = lanczos(op, num_steps=options.steps, vectors=True, generator=generator, **saving)
         return measures.ritz_directions(run)
     # Two directions, enough for a plane.
     drawn = [measures.random_direction(risk, generator=generator) for _ in range(2)]

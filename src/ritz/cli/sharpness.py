@@ -30,9 +30,8 @@ class Options(shared.MeasureOptions):
                               "runs: batch norm folded, outputs calibrated on held-out data.",
                               free=True)
     probes: int = option(8, "Number of random probes. More probes give smaller error bars.", low=1)
-    max_products: int | None = option(None, "At most this many products with matrices: fewer "
-                                      "probes, then fewer steps (default: as many as needed).",
-                                      low=1)
+    max_products: int | None = option(
+        None, shared.MAX_PRODUCTS.format("fewer probes, then fewer steps"), low=1)
     # fmt: on
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ritz._core.checks import check_count
 from ritz.cli import _options as shared
 from ritz.cli._options import option
 
@@ -21,6 +22,9 @@ class Options(shared.MeasureOptions):
     batch_norm: shared.Modes = option("eval", shared.MODES, free=True)
     split: shared.Split = option("train", shared.SPLIT)
     steps: int = option(100, "Lanczos steps. Each takes one product with the matrix.", low=1)
+    max_products: int | None = option(
+        None, shared.MAX_PRODUCTS.format("fewer steps for each spectrum"), low=1
+    )
     vectors: bool = option(False, "Save the Ritz vectors as well.")
     picture: shared.Picture = option("png", shared.PICTURE, shared.OUTPUT, free=True)
 
@@ -33,21 +37,27 @@ def command(options: Options) -> None:
 
     with measurement(options) as session:
         risk = session.risk(options.split)
-        for kind in session.matrices(options.matrix):
-            for mode in session.modes(options.batch_norm):
-                # Train and eval mode have different Hessians: in train mode the statistics of a
-                # batch depend on the weights.
-                part = risk.with_batch_norm(mode)
-                suffix = f"-{mode}" if session.has_batch_norm else ""
-                name = session.name(f"spectrum-{kind}{suffix}")
-                spectrum = lanczos(
-                    curvature_operator(part, kind),
-                    # A Krylov space has at most as many dimensions as there are parameters.
-                    num_steps=min(options.steps, part.space.size),
-                    vectors=options.vectors,
-                    generator=session.generator(),
-                    **session.resume(name),
-                )
-                session.save(session.title(kind, mode), spectrum, name)
+        kinds, modes = session.matrices(options.matrix), session.modes(options.batch_norm)
+        rows = [(kind, mode) for kind in kinds for mode in modes]
+        # A Krylov space has at most as many dimensions as there are parameters.
+        steps = min(options.steps, risk.space.size)
+        if options.max_products is not None:
+            check_count("--max-products", options.max_products, low=len(rows))
+            steps = min(steps, options.max_products // len(rows))
+        session.announce(risk, products=len(rows) * steps)
+        for kind, mode in rows:
+            # Train and eval mode have different Hessians: in train mode the statistics of a batch
+            # depend on the weights.
+            part = risk.with_batch_norm(mode)
+            suffix = f"-{mode}" if session.has_batch_norm else ""
+            name = session.name(f"spectrum-{kind}{suffix}")
+            spectrum = lanczos(
+                curvature_operator(part, kind, num_products=steps),
+                num_steps=steps,
+                vectors=options.vectors,
+                generator=session.generator(),
+                **session.resume(name),
+            )
+            session.save(session.title(kind, mode), spectrum, name)
         drawing = session.name("spectrum", "matrix", "batch_norm")
         session.draw(session.results, f"{drawing}.{options.picture}")

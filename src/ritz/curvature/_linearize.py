@@ -2,8 +2,10 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functionalize, vmap
@@ -11,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ritz._core.batches import tensors
 from ritz.curvature._modes import without_warnings_of_fallbacks
-from ritz.curvature._recorder import Recording, record
+from ritz.curvature._recorder import Recording, guard, record
 
 # ------------------------------------------------------------------------------------------
 # Simplification of graphs: no copies, no operation twice, no arithmetic with zeros.
@@ -144,16 +146,36 @@ def _key(node: fx.Node) -> Any:
 # part. It is computed once and cached, or computed again if it does not fit into memory. The
 # others are the *tangent* part. A product then computes the tangent part alone, which is close
 # to the least arithmetic that a product needs.
-
 #
 # A trace follows one path through the code of a model. Where the path depends on a value, as in
-# `if mask.all()`, the value is a *guard*: the trace holds at all points with the same guards.
+# `if mask.all()`, the value is a *guard*: the trace holds at all points with the same guards. It
+# also holds for one `signature` of the point alone: what the code can read without a guard.
 
 Graph = Callable[..., Sequence[Tensor]]
+# Values of batches that code reads directly, and that their text tells apart.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 
 
-class GuardError(RuntimeError):
-    """A point leads through other parts of the model than the trace."""
+def signature(point: Any) -> Any:
+    """Return a key of everything that code can read of a tree of tensors without a guard.
+
+    Raises:
+        RuntimeError: The tree has an object of which that is not known.
+    """
+    leaves, spec = tree_flatten(point)
+    return spec, tuple(map(_signature, leaves))
+
+
+def _signature(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        # Along an axis of one entry the stride has no meaning.
+        pairs = zip(leaf.shape, leaf.stride(), strict=True)
+        return leaf.shape, tuple(stride for size, stride in pairs if size > 1), leaf.dtype
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype != object:
+        return type(leaf), leaf.shape, leaf.dtype, leaf.tobytes()
+    if isinstance(leaf, _PLAIN):
+        return type(leaf), repr(leaf)
+    raise RuntimeError(f"the values in a {type(leaf).__name__} of a batch cannot be compared")
 
 
 @final
@@ -166,7 +188,7 @@ class Linearization:
     Args:
         product: Takes a vector and a point, a tree of tensors. Returns a tensor.
         vector: Example of a vector. The trace holds for all vectors of this shape.
-        point: Example of a point. The trace holds for all points of these shapes.
+        point: Example of a point. The trace holds for all points with its :func:`signature`.
         compiled: Compile both parts.
     """
 
@@ -188,7 +210,7 @@ class Linearization:
         recording = record(functionalize(flat), [vector, *tensors(point)])
         _require_fixed_shapes(recording.graph)
         simplify(recording.graph)
-        self._compiled, self._num_guards = compiled, recording.num_conditions
+        self._compiled = compiled
         self._primal, self._tangent = _split(recording)
         self._run_primal: Graph = _prepare(self._primal, compiled)
         self._run_tangent: dict[int, Graph] = {1: _prepare(self._tangent, compiled)}
@@ -196,11 +218,7 @@ class Linearization:
     def primal(self, point: Any) -> list[Tensor]:
         """Return the tensors of the primal part at a point; raise if its guards do not hold."""
         with torch.no_grad():
-            values = list(self._run_primal(*tensors(point)))
-        guards, primal = values[: self._num_guards], values[self._num_guards :]
-        if guards and not bool(torch.stack(guards).all()):
-            raise GuardError("the model takes another path at this point than in the trace")
-        return primal
+            return list(self._run_primal(*tensors(point)))
 
     def tangent(self, primal: Sequence[Tensor], vectors: Tensor) -> Tensor:
         """Return the products with ``k`` vectors, both ``(k, *shape)``."""
@@ -252,25 +270,25 @@ def _prepare(module: fx.GraphModule, compiled: bool) -> Graph:
 
 
 def _split(recording: Recording) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the primal part, whose first outputs are the guards, and the tangent part."""
+    """Return the primal part, with the guards, and the tangent part."""
     root, nodes = recording.root, list(recording.graph.nodes)
     vector, *points = (node for node in nodes if node.op == "placeholder")
     (output,) = (node for node in nodes if node.op == "output")
-    product, *guards = output.args[0]
+    (product,) = output.args[0]
     # Nodes that depend on the vector. The product is always computed anew: it is not the caller's
     # to change if it is cached.
     moving = {vector, product, output}
     for node in nodes:
         if any(source in moving for source in node.all_input_nodes):
             moving.add(node)
-    if not moving.isdisjoint(guards):
+    if any(node.target is guard for node in moving):
         raise RuntimeError("the path through the model depends on the vector")
     # The border: primal nodes that the tangent part reads.
     moving.remove(output)
     sources = [source for node in nodes if node in moving for source in node.all_input_nodes]
     border = list(dict.fromkeys(node for node in sources if node not in moving))
     fixed = [node for node in nodes if node not in moving]
-    primal = _part(root, points, fixed, [*guards, *border])
+    primal = _part(root, points, fixed, border)
     tangent = _part(root, [*border, vector], [n for n in nodes if n in moving], [product])
     return primal, tangent
 

@@ -398,6 +398,25 @@ def num_correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
     return int((pair[0].argmax(1) == pair[1]).sum()), len(pair[1])
 
 
+def mean_slope(
+    loss_fn: LossFunction | None, outputs: Tensor, target: Any, *, alone: bool
+) -> Tensor:
+    """Return the derivative in the outputs of the mean of the losses of the samples."""
+    by_sample = losses_alone if alone else sample_losses
+    slope: Tensor = grad(lambda point: by_sample(loss_fn, point, target).mean())(outputs)
+    return slope
+
+
+def check_not_doubled(once: float, twice: float, index: int) -> None:
+    """Raise if a loss doubles when the samples of a batch are repeated: it is a sum."""
+    if once and abs(twice / once - 2) < 0.01:
+        raise ValueError(
+            "loss_fn must return the mean over a batch, but it seems to be a sum: it doubles, from "
+            f"{once:.6g} to {twice:.6g}, if samples of batch {index} are repeated; use "
+            "reduction='mean'"
+        )
+
+
 # ------------------------------------------------------------------------------------------
 # Losses that models compute themselves.
 

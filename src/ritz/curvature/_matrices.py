@@ -45,6 +45,8 @@ def hessian(risk: Risk, **options: Unpack[ProductOptions]) -> HessianOperator:
         compile: Compile the products. Defaults to ``False``.
         memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
+        num_products: How many products you will ask for, if few. With ``engine="auto"`` the model
+            is not traced if they do not repay it. Defaults to many.
     """
     check_risk(risk)
     ways = (
@@ -155,6 +157,8 @@ def ggn(risk: Risk, **options: Unpack[ProductOptions]) -> GGNOperator:
         compile: Compile the products. Defaults to ``False``.
         memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
+        num_products: How many products you will ask for, if few. With ``engine="auto"`` the model
+            is not traced if they do not repay it. Defaults to many.
     """
     require_outputs(risk, "ggn()")
     if risk.linear_loss:
@@ -220,6 +224,8 @@ def fisher(
         compile: Compile the products. Defaults to ``False``.
         memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
+        num_products: How many products you will ask for, if few. With ``engine="auto"`` the model
+            is not traced if they do not repay it. Defaults to many.
     """
     check_choice("kind", kind, ("monte_carlo", "empirical"))
     require_outputs(risk, "fisher()")
@@ -288,6 +294,8 @@ def gradient_covariance(risk: Risk, **options: Unpack[ProductOptions]) -> SumOpe
         compile: Compile the products. Defaults to ``False``.
         memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
+        num_products: How many products you will ask for, if few. With ``engine="auto"`` the model
+            is not traced if they do not repay it. Defaults to many.
     """
     second_moment = fisher(risk, kind="empirical", **options)
     # The L2 term shifts every gradient alike and leaves the covariance unchanged.
@@ -329,7 +337,8 @@ def batch_products(
     check_tensor("block", block, dtype=theta.dtype, device=theta.device, rows=len(theta))
     columns = block if block.ndim == 2 else block[:, None]
     # Each batch is multiplied once, so nothing is cached.
-    yield from curvature_operator(risk, matrix, memory=0).products.each(columns)
+    op = curvature_operator(risk, matrix, memory=0, num_products=columns.shape[1])
+    yield from op.products.each(columns)
 
 
 def fluctuation(risk: Risk, part: Risk, *, matrix: CurvatureMatrix = "hessian") -> SumOperator:

@@ -22,7 +22,7 @@ from torch.utils import _pytree
 
 from ritz._core.batches import Batch, take_rows, tensors
 from ritz._core.checks import check_choice, check_real_floating
-from ritz._core.modes import Precision, arithmetic, evaluating, outside_inference
+from ritz._core.modes import Precision, arithmetic, differentiable, evaluating, outside_inference
 from ritz._core.params import ParamSpace
 
 # ------------------------------------------------------------------------------------------
@@ -37,8 +37,18 @@ class Limits:
     data: int = 4 * 2**30
     # Bytes of primal parts that are cached on the CPU. A GPU offers half of its free memory.
     cache: int = 2 * 2**30
-    # A trace takes seconds. Data in batches have two shapes; padded text has one per length.
+    # A trace takes as long as 20 to 40 gradients. Data in batches have two shapes; padded text has
+    # one per length.
     max_traces: int = 8
+    # Paths through the model for batches of one shape. A number that differs in every batch would
+    # give a trace for each.
+    max_paths: int = 4
+    # Products of a batch that repay a trace: three eager products and then 2.7 gradients each,
+    # against 30 gradients and 1.75 each (GPT of 6 layers, ViT, BERT; benchmarks/models.py).
+    repaid: int = 16
+    # Share of the samples below which batches of one size, such as a shorter last one, are not
+    # traced. All products then cost at most 3 % more, whatever their number.
+    rare: float = 0.05
     # Columns multiplied at once. On an H200 a column of a block of 8 takes 1.1 ms against 9.0 ms
     # alone (MLP); on the CPU both take 18 ms (benchmarks/results/products*.json).
     block_size: int = 8
@@ -146,6 +156,24 @@ def restore_buffers(model: nn.Module, constants: Params) -> list[str]:
     return written
 
 
+@contextmanager
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Restore attributes of modules to which the block assigns tensors, such as a cached mask.
+
+    Otherwise the model would keep tensors of transforms that have ended, which fail when used.
+    """
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for now, old in before:
+            changed = [name for name, value in now.items() if value is not old.get(name)]
+            # Counters and flags stay: they are the model's own.
+            for name in (name for name in changed if tensors(now[name])):
+                del now[name]
+                now |= {name: old[name]} if name in old else {}
+
+
 def as_leaves(params: Params) -> Params:
     """Return the parameters as tensors that autograd differentiates with respect to."""
     return {name: value.detach().requires_grad_() for name, value in params.items()}
@@ -207,6 +235,20 @@ def _cast(dtypes: set[torch.dtype], precision: Precision | None) -> torch.dtype 
         names = sorted(map(str, dtypes))
         raise ValueError(f"parameters must be of one dtype, got {names}: pass precision= to choose")
     return None
+
+
+def draw_masks(
+    shapes: Sequence[tuple[tuple[int, ...], float]], generator: torch.Generator, *, like: Tensor
+) -> list[Tensor]:
+    """Draw a mask for each call of a dropout layer, from its shape and its probability."""
+    masks = []
+    for shape, p in shapes:
+        # With an explicit dtype: the default dtype must not change the mask.
+        passed = torch.rand(shape, generator=generator, dtype=torch.float32) >= p
+        # Dropout scales by 1 / (1 - p), so that the mean stays the same.
+        scale = max(1 - p, torch.finfo(torch.float32).tiny)
+        masks.append(differentiable(passed.to(like) / scale))
+    return masks
 
 
 # ------------------------------------------------------------------------------------------

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_flatten
 
 from ritz._core import entropy
 from ritz._core.batches import tensors
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, batch_norms, differentiable, searched_convolutions
-from ritz.curvature._linearize import GuardError, Linearization, nbytes
+from ritz.curvature._linearize import Linearization, nbytes, signature
 from ritz.curvature._modes import (
     LIMITS,
     Context,
@@ -28,6 +27,7 @@ from ritz.curvature._modes import (
     first_line,
     without_warnings_of_torch,
 )
+from ritz.curvature._recorder import GuardError
 from ritz.curvature._risk import Risk
 from ritz.operators import LinearOperator
 
@@ -47,6 +47,7 @@ class ProductOptions(TypedDict, total=False):
     compile: bool
     memory: int | None
     block_size: int | None
+    num_products: int | None
 
 
 @final
@@ -96,6 +97,8 @@ class Products:
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU,
             where a block costs more than its columns, and for large outputs, such as those of a
             vocabulary.
+        num_products: How many products will be computed, if that is known. With ``auto``, a model
+            is traced only if they repay it.
         shift: The multiple :math:`\mu` of the identity.
         extra: Further data of a batch, by the number of the batch.
     """
@@ -110,6 +113,7 @@ class Products:
         compile: bool = False,
         memory: int | None = None,
         block_size: int | None = None,
+        num_products: int | None = None,
         shift: float = 0.0,
         reversed_if_eager: bool = False,
         extra: Callable[[int], Any] = lambda index: None,
@@ -121,6 +125,8 @@ class Products:
             check_count("block_size", block_size)
         if memory is not None:
             check_count("memory", memory, low=0)
+        if num_products is not None:
+            check_count("num_products", num_products, low=0)
         self.risk, self.shift, self.extra = risk, shift, extra
         if block_size is None:
             convolves = any(isinstance(module, _ConvNd) for module in risk.model.modules())
@@ -134,7 +140,13 @@ class Products:
         self._memory = self._room = memory
         self._must_trace = compile or engine == "linearized"
         self._reversed = reversed_if_eager and not risk.theta.is_cuda
-        self._choice: Choice = risk.shared.setdefault((kind, engine, compile), Choice(engine))
+        key = (kind, engine, compile)
+        # A trace that another operator made costs nothing.
+        if key not in risk.shared and engine == "auto" and not compile and num_products is not None:
+            # Products of single batches that one trace would compute.
+            uses = num_products * max(map(risk.batch_rows.count, risk.batch_rows), default=0)
+            key = key if uses >= LIMITS.repaid else (kind, engine := "eager", compile)
+        self._choice: Choice = risk.shared.setdefault(key, Choice(engine))
         self._cached: dict[tuple[int, int], Linear] = {}  # by batch and first sample
         self._notes, self._num_traces = "", 0  # of this operator alone
         self._chunk: int | None = None  # samples of a batch at once
@@ -233,7 +245,7 @@ class Products:
         if choice.engine == "eager" and choice.plan.startswith(PLAIN):
             self.block_size = 1  # vmap does not enter autograd
         found = self._trace(choice.column, context) if primal is None else (
-            self._traces[_shape(context)][-1], primal)  # fmt: skip
+            self._traces[signature(context)][-1], primal)  # fmt: skip
         if found is None:
             return partial(self._eager, choice.column, context)
         trace, primal = found
@@ -331,6 +343,7 @@ class Products:
         The trace must give the eager product ``Au``. Symmetry is checked between that product and
         one of the trace, so that the model is not evaluated a third time.
         """
+        key = signature(context)
         trace = self._linearize(column, context)
         with arithmetic(self.risk.precision):
             primal = trace.primal((self.risk.params, context))
@@ -341,7 +354,7 @@ class Products:
             raise ArithmeticError(f"the traced product differs by {gap / size:.1g}")
         if problem := _asymmetry(u, Au, v, Av):
             raise ArithmeticError(problem)
-        self._traces[_shape(context)] = [trace]
+        self._traces[key] = [trace]
         return primal
 
     def _trace(self, column: Column, context: Context) -> tuple[Linearization, list[Tensor]] | None:
@@ -349,21 +362,35 @@ class Products:
         if self._choice.engine == "eager":
             return None
         point, traces = (self.risk.params, context), self._traces
-        known = traces.get(key := _shape(context))
+        # Other values may lead through parts of the model that cannot be traced.
+        kinds = () if self._must_trace else (Exception,)
+        key, problem = attempt(partial(signature, context), *kinds)
+        known = traces.get(key)
         for trace in known or ():
             with suppress(GuardError):
                 return trace, trace.primal(point)
-        if known == [] or self._num_traces >= LIMITS.max_traces:
+        if known == [] or (known is None and self._is_rare(context)):
             return None
-        # Another shape or other values may lead through parts of the model that cannot be traced.
-        kinds = () if self._must_trace else (Exception,)
-        trace, problem = attempt(partial(self._linearize, column, context), *kinds)
+        if not problem and len(known or ()) >= LIMITS.max_paths:
+            problem = f"one shape takes more than {LIMITS.max_paths} paths through the model"
+        elif not problem and self._num_traces >= LIMITS.max_traces:
+            problem = f"there are more than {LIMITS.max_traces} shapes"
+        if not problem:
+            trace, problem = attempt(partial(self._linearize, column, context), *kinds)
         if problem:
-            self._choice.plan += f" (not linearized for all batches: {problem})"
-            traces.setdefault(key, [])
+            note = f" (not linearized for all batches: {problem})"
+            self._choice.plan += note if note not in self._choice.plan else ""
+            if key is not None:
+                traces.setdefault(key, [])
             return None
         traces.setdefault(key, []).append(trace)
         return trace, trace.primal(point)
+
+    def _is_rare(self, context: Context) -> bool:
+        """Return whether a batch, such as a shorter last one, is too small a part for a trace."""
+        rows = self.risk.batch_rows
+        share = rows.count(context.size) * context.size / sum(rows)
+        return not self._must_trace and share < LIMITS.rare
 
     def _linearize(self, column: Column, context: Context) -> Linearization:
         point = (self.risk.params, context)
@@ -438,10 +465,3 @@ def _rtol(like: Tensor) -> float:
         return LIMITS.gpu_rtol
     # 1.5e-7 in float64. The wrong derivatives of torch in the tests differ by 1e-4 and more.
     return float(10 * torch.finfo(like.dtype).eps ** 0.5)
-
-
-def _shape(context: Context) -> Any:
-    leaves, spec = tree_flatten(context)
-    return spec, tuple(
-        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
-    )

@@ -40,8 +40,10 @@ from ritz.curvature._modes import (
     WrittenOut,
     as_leaves,
     attempt,
+    attributes_restored,
     copy_state,
     derivatives,
+    draw_masks,
     product_modes,
     restore_buffers,
     select_names,
@@ -240,7 +242,8 @@ class Risk:
         state = {f"model.{name}": value for name, value in (params | context.constants).items()}
         # Every call finds the buffers as they were.
         state |= {f"model.{name}": context.constants[name].clone() for name in self._written}
-        with modes.masked_dropout(self.model, context.masks):
+        masked = modes.masked_dropout(self.model, context.masks)
+        with attributes_restored(self.model), masked:
             pair: tuple[Any, Any] = functional_call(self.adapter, state, (context.batch,))
         return pair
 
@@ -513,14 +516,7 @@ class Risk:
                     self.model, lambda: self.evaluate(self.params, context)
                 )
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        masks = []
-        for shape, p in self._mask_shapes[index]:
-            # With an explicit dtype: the default dtype must not change the mask.
-            passed = torch.rand(shape, generator=generator, dtype=torch.float32) >= p
-            # Dropout scales by 1 / (1 - p), so that the mean stays the same.
-            scale = max(1 - p, torch.finfo(torch.float32).tiny)
-            masks.append(modes.differentiable(passed.to(self.theta) / scale))
-        return masks
+        return draw_masks(self._mask_shapes[index], generator, like=self.theta)
 
     def _check_labels(self, index: int, batch: Batch) -> None:
         if self._outputs is not None:
@@ -628,12 +624,7 @@ def _check_not_sum(risk: Risk, context: Context, index: int) -> None:
         # It fails for a model that takes batches of one size alone.
         values, _ = attempt(lambda: (loss(1), loss(2)), *UNSUITABLE)
     once, twice = values or (0.0, 0.0)
-    if once and abs(twice / once - 2) < 0.01:
-        raise ValueError(
-            "loss_fn must return the mean over a batch, but it seems to be a sum: it doubles, from "
-            f"{once:.6g} to {twice:.6g}, if samples of batch {index} are repeated; use "
-            "reduction='mean'"
-        )
+    losses.check_not_doubled(once, twice, index)
 
 
 def _sample_gap(risk: Risk, alone: bool) -> str:
@@ -682,10 +673,9 @@ def _gap_by_outputs(
     risk: Risk, outputs: Tensor, target: Any, alone: bool
 ) -> tuple[Tensor, float] | None:
     """Return the difference of the derivatives in the outputs, and their norm."""
-    by_sample = losses.losses_alone if alone else losses.sample_losses
     whole = grad(lambda point: risk.adapter.loss(point, target))(outputs)
-    by_outputs = grad(lambda point: by_sample(risk.loss_fn, point, target).mean())
-    mean, problem = attempt(partial(by_outputs, outputs), *(UNSUITABLE if alone else ()))
+    call = partial(losses.mean_slope, risk.loss_fn, outputs, target, alone=alone)
+    mean, problem = attempt(call, *(UNSUITABLE if alone else ()))
     return None if problem else (whole - mean, float(whole.norm()))
 
 
