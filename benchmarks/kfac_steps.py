@@ -151,7 +151,10 @@ class Setting:
 OURS = {
     "ritz kfac": {},
     "ritz kfac, exact damping": {"damping": "exact"},
+    "ritz kfac, orders up to 1024": {"max_order": 1024},
+    "ritz kfac, diagonal": {"max_order": 0},
     "ritz ekfac": {"kind": "ekfac"},
+    "ritz ekfac, orders up to 1024": {"kind": "ekfac", "max_order": 1024},
     "ritz ekfac, qr": {"kind": "ekfac", "basis": "qr"},
 }
 PEERS = {

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ritz.curvature import _factors as factors
-from ritz.curvature._sample_gradients import patches
+from ritz.curvature._sample_gradients import Call, patches
 
 
 def noise(*shape, seed=0):
@@ -39,34 +39,57 @@ def built(name):
     return make().double(), noise(*shape)
 
 
-@layers
-@pytest.mark.parametrize("reduce", [False, True])
-def test_input_moments_are_those_of_patches(name, reduce):
-    layer, x = built(name)
+def rows_of(layer, x, keys):
+    """Inputs ``(batch, groups, i, T)`` with the constant of the bias."""
     linear = isinstance(layer, nn.Linear)
     a = x.reshape(len(x), 1, -1, 5).mT if linear else patches(layer, x)
-    a = a.mean(-1, keepdim=True) if reduce else a
-    for keys in (("weight",), ("bias",), ("weight", "bias")):
-        both = [a] * ("weight" in keys) + [torch.ones_like(a[:, :, :1])] * ("bias" in keys)
-        rows = torch.cat(both, 2)
-        expected = torch.einsum("ngit,ngjt->gij", rows, rows)
-        found = factors.input_moment(layer, x, keys, reduce=reduce)
-        torch.testing.assert_close(found.reshape(expected.shape), expected)
+    both = [a] * ("weight" in keys) + [torch.ones_like(a[:, :, :1])] * ("bias" in keys)
+    return torch.cat(both, 2)
+
+
+def deltas_of(layer, x):
+    """Derivatives, and the same as ``(c, batch, groups, o, T)``."""
+    deltas = noise(2, *layer(x).shape, seed=1)
+    linear, groups = isinstance(layer, nn.Linear), getattr(layer, "groups", 1)
+    delta = deltas.movedim(-1, 2) if linear else deltas
+    return deltas, delta.reshape(2, len(x), groups, delta.shape[2] // groups, -1)
+
+
+def agrees(found, expected, diagonal):
+    expected = expected.diagonal(dim1=-2, dim2=-1) if diagonal else expected
+    torch.testing.assert_close(found.reshape(expected.shape), expected)
 
 
 @layers
-@pytest.mark.parametrize("reduce", [False, True])
-def test_output_moments_are_those_of_all_positions(name, reduce):
+@pytest.mark.parametrize("keys", [("weight",), ("bias",), ("weight", "bias")])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_input_moments_are_those_of_patches(name, keys, diagonal):
     layer, x = built(name)
-    outputs = layer(x)
-    deltas = noise(2, *outputs.shape, seed=1)
-    linear, groups = isinstance(layer, nn.Linear), getattr(layer, "groups", 1)
-    delta = deltas.movedim(-1, 2) if linear else deltas
-    delta = delta.reshape(2, len(x), groups, delta.shape[2] // groups, -1)
-    delta = delta.sum(-1, keepdim=True) if reduce else delta
+    a = rows_of(layer, x, keys)
+    expected = torch.einsum("ngit,ngjt->gij", a, a)
+    agrees(factors.input_moment(layer, x, keys, diagonal=diagonal), expected, diagonal)
+
+
+@layers
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_output_moments_are_those_of_all_positions(name, diagonal):
+    layer, x = built(name)
+    deltas, delta = deltas_of(layer, x)
     expected = torch.einsum("cngot,cngpt->gop", delta, delta)
-    found = factors.output_moment(layer, deltas, reduce=reduce)
-    torch.testing.assert_close(found.reshape(expected.shape), expected)
+    agrees(factors.output_moment(layer, deltas, diagonal=diagonal), expected, diagonal)
+
+
+@layers
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_reduced_moments_are_those_of_mean_inputs_and_summed_derivatives(name, diagonal):
+    layer, x = built(name)
+    keys, (deltas, delta) = ("weight", "bias"), deltas_of(layer, x)
+    a, summed = rows_of(layer, x, keys).mean(-1), delta.sum(-1)
+    call = Call(args=(x,), kwargs={}, output=deltas[0], state={}, chosen=keys)
+    joined = factors.joined(layer, [(call, deltas)])
+    found = factors.reduced_moments(*joined, diagonal=(diagonal, diagonal))
+    agrees(found[0], torch.einsum("ngi,ngj->gij", a, a), diagonal)
+    agrees(found[1], torch.einsum("cngo,cngp->gop", summed, summed), diagonal)
 
 
 @pytest.mark.parametrize("size", [511, 514, 700])

@@ -2,13 +2,14 @@ r"""Second moments of the inputs and output derivatives of layers: the factors o
 
 The gradient of a layer for a sample is :math:`\sum_t \delta_t a_t^\top` over positions :math:`t`.
 Its Kronecker factors are sums of :math:`a_t a_t^\top`, with a 1 appended to :math:`a` for the bias,
-and of :math:`\delta_t \delta_t^\top`. The inputs of a convolution are patches of its image.
+and of :math:`\delta_t \delta_t^\top`. The inputs of a convolution are patches of its image. Several
+calls of a layer for one sample are positions too.
 
 Reference: Grosse and Martens (2016), section 3; Eschenhagen et al. (2023) for positions.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -85,7 +86,14 @@ def num_positions(module: nn.Module, deltas: Tensor) -> int:
 # The factor of the inputs.
 
 
-def input_moment(module: Any, x: Tensor, keys: tuple[str, ...], *, reduce: bool = False) -> Tensor:
+def moment(rows: Tensor, *, diagonal: bool = False) -> Tensor:
+    """Return the sum of products of columns ``(..., n, m)``, ``(..., n, n)``, or its diagonal."""
+    return rows.square().sum(-1) if diagonal else gram(rows)
+
+
+def input_moment(
+    module: Any, x: Tensor, keys: tuple[str, ...], *, diagonal: bool = False
+) -> Tensor:
     r"""Return the sum of :math:`a a^\top` over samples and positions, ``(i, i)``.
 
     With groups it is ``(groups, i, i)``. A bias appends the constant 1 to the inputs.
@@ -94,31 +102,27 @@ def input_moment(module: Any, x: Tensor, keys: tuple[str, ...], *, reduce: bool 
         module: A linear layer or a convolution.
         x: Its input, ``(batch, ...)``.
         keys: Parameters of the layer that vary, among ``weight`` and ``bias``.
-        reduce: Replace the inputs of a sample by their mean over positions.
+        diagonal: Return the diagonal alone, ``(i,)`` or ``(groups, i)``.
     """
     bias = "bias" in keys
     if "weight" not in keys:
         groups = getattr(module, "groups", 1)
-        ones = x.new_full((groups, 1, 1), float(_num_rows(module, x, reduce)))
-        return ones[0] if groups == 1 else ones
-    if reduce or not isinstance(module, CONVOLUTIONS):
-        rows = _mean_inputs(module, x) if reduce else x.reshape(-1, x.shape[-1]).T
-        ones = rows.new_ones(*rows.shape[:-2], 1, rows.shape[-1])
-        return gram(torch.cat([rows, ones], -2) if bias else rows)
-    if _correlates(module):
-        product, sums = _correlations(module, x)
-        count = _num_rows(module, x, reduce)
-    else:
-        product, sums, count = _from_patches(module, x)
-    return _bordered(product, sums, count) if bias else product
-
-
-def _mean_inputs(module: Any, x: Tensor) -> Tensor:
-    """Return the means over positions, ``(i, batch)`` or ``(groups, i, batch)``."""
+        lead = () if groups == 1 else (groups,)
+        return x.new_full((*lead, *(1,) * (2 - diagonal)), float(_num_rows(module, x)))
     if not isinstance(module, CONVOLUTIONS):
-        return x.reshape(len(x), -1, x.shape[-1]).mean(1).T
-    means = rules.patches(module, x).mean(-1).permute(1, 2, 0)
-    return means[0] if module.groups == 1 else means
+        return moment(input_columns(x, keys), diagonal=diagonal)
+    if not diagonal and _correlates(module):
+        product, sums = _correlations(module, x)
+    else:
+        product, sums = _from_patches(module, x, diagonal=diagonal)
+    return _bordered(product, sums, _num_rows(module, x), diagonal) if bias else product
+
+
+def input_columns(x: Tensor, keys: tuple[str, ...]) -> Tensor:
+    """Return the inputs of a linear layer as columns ``(i, m)``, with the constant of the bias."""
+    rows = x.reshape(-1, x.shape[-1]).T
+    parts = [rows] * ("weight" in keys) + [rows.new_ones(1, rows.shape[-1])] * ("bias" in keys)
+    return torch.cat(parts)
 
 
 def _output_shape(module: Any, x: Tensor) -> tuple[int, ...]:
@@ -133,37 +137,36 @@ def _output_shape(module: Any, x: Tensor) -> tuple[int, ...]:
     )
 
 
-def _num_rows(module: Any, x: Tensor, reduce: bool) -> int:
-    if reduce:
-        return len(x)
+def _num_rows(module: Any, x: Tensor) -> int:
     if isinstance(module, CONVOLUTIONS):
         return len(x) * math.prod(_output_shape(module, x))
     return x.shape[:-1].numel()
 
 
-def _from_patches(module: Any, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return the sums of products and of inputs, and the number of positions, by patches."""
-    width = module.weight[0].numel()
-    groups = module.groups
-    product, sums = x.new_zeros(groups, width, width), x.new_zeros(groups, width)
+def _from_patches(module: Any, x: Tensor, *, diagonal: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the sums of products and of inputs over all positions, by patches."""
+    width, groups = module.weight[0].numel(), module.groups
+    sums = x.new_zeros(groups, width)
+    product = sums.clone() if diagonal else x.new_zeros(groups, width, width)
     per_sample = groups * width * math.prod(_output_shape(module, x))
     for part in x.split(max(1, LIMITS.derivatives // max(1, per_sample))):
         # (batch, groups, i, T) -> (groups, i, batch * T)
         rows = rules.patches(module, part).permute(1, 2, 0, 3).flatten(2)
-        product += gram(rows[0]) if groups == 1 else gram(rows)
+        product += moment(rows[0] if groups == 1 else rows, diagonal=diagonal)
         sums += rows.sum(-1)
-    count = _num_rows(module, x, False)
-    return (product[0], sums[0], count) if groups == 1 else (product, sums, count)
+    return (product[0], sums[0]) if groups == 1 else (product, sums)
 
 
-def _bordered(product: Tensor, sums: Tensor, count: int) -> Tensor:
-    """Return the moment of inputs with a 1 appended."""
+def _bordered(product: Tensor, sums: Tensor, count: int, diagonal: bool) -> Tensor:
+    """Return the moment of inputs with a 1 appended, or its diagonal."""
+    if diagonal:
+        return torch.cat([product, torch.full_like(product[..., :1], count)], -1)
     n = product.shape[-1]
-    moment = product.new_empty(*product.shape[:-2], n + 1, n + 1)
-    moment[..., :n, :n] = product
-    moment[..., n, :n] = moment[..., :n, n] = sums
-    moment[..., n, n] = count
-    return moment
+    result = product.new_empty(*product.shape[:-2], n + 1, n + 1)
+    result[..., :n, :n] = product
+    result[..., n, :n] = result[..., :n, n] = sums
+    result[..., n, n] = count
+    return result
 
 
 # ------------------------------------------------------------------------------------------
@@ -305,24 +308,70 @@ def _window_sums(image: Tensor, rows: _Axis, columns: _Axis) -> Tensor:
 # The factor of the outputs.
 
 
-def output_moment(module: Any, deltas: Tensor, *, reduce: bool = False) -> Tensor:
+def output_moment(module: Any, deltas: Tensor, *, diagonal: bool = False) -> Tensor:
     r"""Return the sum of :math:`\delta \delta^\top`, ``(o, o)`` or ``(groups, o, o)``.
 
     Args:
         module: A linear layer or a convolution.
         deltas: Derivatives in its outputs, ``(c, batch, ...)``.
-        reduce: Replace the derivatives of a sample by their sum over positions.
+        diagonal: Return the diagonal alone, ``(o,)`` or ``(groups, o)``.
     """
     if not isinstance(module, CONVOLUTIONS):
-        if reduce:
-            deltas = deltas.reshape(*deltas.shape[:2], -1, deltas.shape[-1]).sum(2)
-        return gram(deltas.reshape(-1, deltas.shape[-1]).T)
+        return moment(deltas.reshape(-1, deltas.shape[-1]).T, diagonal=diagonal)
     delta = deltas.reshape(*deltas.shape[:2], module.groups, -1, num_positions(module, deltas))
-    if reduce:
-        delta = delta.sum(-1, keepdim=True)
     # (c, batch, groups, o, T) -> (groups, o, c * batch * T)
     rows = delta.permute(2, 3, 0, 1, 4).flatten(2)
-    return gram(rows[0]) if module.groups == 1 else gram(rows)
+    return moment(rows[0] if module.groups == 1 else rows, diagonal=diagonal)
+
+
+# ------------------------------------------------------------------------------------------
+# Gradients of samples over all calls of a layer.
+
+
+def joined(module: Any, calls: Sequence[tuple[Call, Tensor]]) -> tuple[Tensor, Tensor]:
+    r"""Return the inputs ``(batch, groups, i, T)`` and derivatives ``(c, batch, groups, o, T)``.
+
+    The positions :math:`t` are those of all calls, and the gradient of a sample is
+    :math:`\sum_t \delta_t a_t^\top`. A bias appends the constant 1 to the inputs.
+
+    Args:
+        module: A linear layer or a convolution.
+        calls: Its calls on the same samples, with derivatives ``(c, batch, ...)`` in its outputs.
+            The ``chosen`` of a call are the parameters that vary.
+    """
+    inputs, outputs = [], []
+    for call, deltas in calls:
+        parts = rules.unroll(module, call, deltas)
+        if parts is None:
+            raise RuntimeError(f"{type(module).__name__} has no rule in unroll()")
+        a, delta = parts
+        ones = a.new_ones(*a.shape[:2], 1, a.shape[3])
+        rows = [a] * ("weight" in call.chosen) + [ones] * ("bias" in call.chosen)
+        inputs.append(torch.cat(rows, 2) if len(rows) > 1 else rows[0])
+        outputs.append(delta)
+    if len(calls) == 1:
+        return inputs[0], outputs[0]
+    return torch.cat(inputs, -1), torch.cat(outputs, -1)
+
+
+def reduced_moments(
+    a: Tensor, delta: Tensor, *, diagonal: tuple[bool, bool] = (False, False)
+) -> tuple[Tensor, Tensor]:
+    r"""Return the moments of mean inputs and of summed derivatives: the reduce convention.
+
+    Args:
+        a: Inputs, see :func:`joined`.
+        delta: Derivatives.
+        diagonal: Whether to return the diagonals alone, of inputs and of outputs.
+    """
+    # (groups, i, batch) and (groups, o, c * batch)
+    rows = a.mean(-1).permute(1, 2, 0), delta.sum(-1).permute(2, 3, 0, 1).flatten(2)
+    one = a.shape[1] == 1
+    inputs, outputs = (
+        moment(part[0] if one else part, diagonal=only)
+        for part, only in zip(rows, diagonal, strict=True)
+    )
+    return inputs, outputs
 
 
 # ------------------------------------------------------------------------------------------
@@ -330,32 +379,28 @@ def output_moment(module: Any, deltas: Tensor, *, reduce: bool = False) -> Tenso
 
 
 def projected_squares(
-    module: Any, call: Call, deltas: Tensor, inputs: Tensor, outputs: Tensor
+    a: Tensor, delta: Tensor, inputs: Tensor | None, outputs: Tensor | None
 ) -> Tensor:
     r"""Return :math:`\sum_n (U_S^\top G_n U_A)^2` of sample gradients, ``(o, i)``.
 
     With groups it is ``(groups, o, i)``.
 
     Args:
-        module: A linear layer or a convolution.
-        call: Its call, whose ``chosen`` are the parameters that vary.
-        deltas: Derivatives in its outputs, ``(c, batch, ...)``.
-        inputs: The orthogonal matrix :math:`U_A`, as large as :func:`input_moment`.
+        a: Inputs, see :func:`joined`.
+        delta: Derivatives.
+        inputs: The orthogonal matrix :math:`U_A`, as large as :func:`input_moment`; ``None`` for
+            the identity.
         outputs: The orthogonal matrix :math:`U_S`.
     """
-    parts = rules.unroll(module, call, deltas)
-    if parts is None:
-        raise RuntimeError(f"{type(module).__name__} has no rule in unroll()")
-    a, delta = parts
-    ones = a.new_ones(*a.shape[:2], 1, a.shape[3])
-    a = torch.cat([a] * ("weight" in call.chosen) + [ones] * ("bias" in call.chosen), 2)
     # U_S' (sum_t delta_t a_t') U_A = sum_t (U_S' delta_t) (U_A' a_t)'
     squares = rules.weight_squares(_turned(a, inputs), _turned(delta, outputs))
     return squares[0] if len(squares) == 1 else squares
 
 
-def _turned(columns: Tensor, basis: Tensor) -> Tensor:
+def _turned(columns: Tensor, basis: Tensor | None) -> Tensor:
     r"""Return :math:`U^\top x` of columns ``(..., groups, n, T)``."""
+    if basis is None:
+        return columns
     if basis.ndim > 2:
         return basis.mT @ columns
     # One product for all samples, instead of one with every sample.

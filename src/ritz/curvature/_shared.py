@@ -5,12 +5,16 @@ from ritz.curvature._exact import Rows
 from ritz.curvature._factors import (
     CONVOLUTIONS,
     affine_gradients,
+    input_columns,
     input_moment,
     is_affine,
     is_layer,
     is_table,
+    joined,
+    moment,
     output_moment,
     projected_squares,
+    reduced_moments,
     token_counts,
     token_deltas,
 )

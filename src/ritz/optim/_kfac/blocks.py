@@ -7,25 +7,30 @@ for the gradient :math:`V` ``(o, i)`` in weight and bias, whose input is the con
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.distributed import world_size
 from ritz.curvature._shared import (
     CONVOLUTIONS,
     Call,
     KFACKind,
     affine_gradients,
+    input_columns,
     input_moment,
     is_affine,
     is_layer,
     is_table,
+    joined,
+    moment,
     output_moment,
     projected_squares,
+    reduced_moments,
     squared_gradients,
     token_counts,
     token_deltas,
@@ -37,6 +42,9 @@ WeightSharing = Literal["expand", "reduce"]
 Basis = Literal["eigh", "qr"]
 ProductPrecision = Literal["float32", "tf32"]
 Tensors = dict[str, Tensor]
+# The factor of a linear layer with so many inputs for each row of a batch is not formed for a step:
+# writing and reading it costs more than its products.
+WIDE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +61,7 @@ class Settings:
     factor_decay: float = 0.95  # Martens and Grosse (2015), section 5
     weight_sharing: WeightSharing = "expand"
     basis: Basis = "eigh"
+    max_order: int | None = None
     precision: ProductPrecision | None = None
     seed: int = 0
 
@@ -65,21 +74,35 @@ class Settings:
         check_count("factor_every", self.factor_every)
         check_count("inverse_every", self.inverse_every)
         check_count("seed", self.seed, low=0)
+        if self.max_order is not None:
+            check_count("max_order", self.max_order, low=0)
         check_range("factor_decay", self.factor_decay, low=0.0, high=1.0)
+
+
+# A call of a layer, and derivatives ``(1, batch, ...)`` in its outputs, one for each column.
+Passed = tuple[Call, list[Tensor]]
 
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A forward pass of the model, on so many samples; ``None`` if it was not seen."""
+    """A forward pass of the model.
+
+    Attributes:
+        rows: Number of its samples; ``None`` if it was not seen.
+        backward: The backward pass that its derivatives came with. Forward passes with one backward
+            pass are of the same samples, as in a siamese network.
+    """
 
     rows: int | None
+    backward: object = None
 
 
 class Block(ABC):
-    """Curvature of the parameters of one layer.
+    r"""Curvature of the parameters of one layer.
 
     Attributes:
         sums: Sums over the samples of this step, before they enter the averages.
+        columns: Matrices :math:`X` whose products :math:`X X^\top` belong to the sums.
         average: Running averages.
         inverse: What :meth:`precondition` reads.
         updates: Number of steps that entered the averages.
@@ -92,11 +115,16 @@ class Block(ABC):
         # Half precision would lose the small eigenvalues.
         self.dtype = torch.promote_types(self.anchor.dtype, torch.float32)
         self.sums: Tensors = {}
+        self.columns: dict[str, list[Tensor]] = {}
         self.average: Tensors = {}
         self.inverse: Tensors = {}
         self.updates = 0
-        self.passes: set[Pass] = set()
         self.samples = self.rows = 0
+        self._calls = 0  # whose derivatives have not come
+        self._backward: object = None
+        self._several = False  # may come with the present backward pass
+        self._counts: dict[object, int] = {}
+        self._waiting: dict[object, list[Passed]] = {}
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -130,15 +158,52 @@ class Block(ABC):
             )
         self.inverse = state
 
-    def count(self, call_pass: Pass, rows: int) -> None:
-        """Count the samples of a call, once per forward pass of the model."""
-        if call_pass not in self.passes:
-            self.passes.add(call_pass)
-            self.samples += rows if call_pass.rows is None else call_pass.rows
+    # --------------------------------------------------------------------------------------
+    # The sums of a step.
+
+    @property
+    def joins(self) -> bool:
+        """Whether the calls of a layer on the same samples are needed together."""
+        return False
+
+    def expect(self) -> None:
+        """Count a call of the layer, whose derivatives come with a backward pass."""
+        self._calls += 1
+
+    def receive(self, passed: Passed, of: Pass) -> None:
+        """Take a call of the layer with its derivatives."""
+        if of.backward != self._backward:
+            self._backward, self._several = of.backward, self._calls > 1
+        self._calls = max(0, self._calls - 1)
+        rows = len(passed[0].args[0])
+        # Once for all calls on the same samples. A layer may have positions among its rows.
+        samples = rows if of.rows is None else of.rows
+        self._counts[of.backward] = max(samples, self._counts.get(of.backward, 0))
+        self.samples = sum(self._counts.values())
+        if self.joins and self._several:
+            self._waiting.setdefault(of.backward, []).append(passed)
+        else:
+            self.add([passed])
+
+    def complete(self) -> None:
+        """Add what has waited for the end of the step."""
+        waiting, self._waiting, self._calls = self._waiting, {}, 0
+        for calls in waiting.values():
+            # Calls on batches of different sizes are of different samples.
+            if len({(len(call.args[0]), len(columns)) for call, columns in calls}) == 1:
+                self.add(calls)
+            else:
+                for passed in calls:
+                    self.add([passed])
+        # Of accumulated batches some may be small, and others not.
+        for name in self.columns.keys() & self.sums.keys():
+            for x in self.columns.pop(name):
+                self._sum(name, moment(x))
 
     def clear(self) -> None:
         """Forget the sums of this step."""
-        self.sums, self.passes, self.samples, self.rows = {}, set(), 0, 0
+        self.sums, self.columns, self.samples, self.rows = {}, {}, 0, 0
+        self._backward, self._counts, self._waiting = None, {}, {}
 
     def absorb(self, gain: float) -> None:
         """Let the sums of this step enter the averages.
@@ -155,6 +220,20 @@ class Block(ABC):
                 self.average[name].mul_(1 - share).add_(total, alpha=share * units[name])
             else:
                 self.average[name] = total * units[name]
+        for name, parts in self.columns.items():
+            x = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+            if name in self.average:
+                # average <- (1 - share) average + share X X' / N, in one pass over it
+                options = {"beta": 1 - share, "alpha": share * units[name]}
+                self.average[name].addmm_(x, x.T, **options)
+            else:
+                self.average[name] = moment(x) * units[name]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what enters the averages in this step."""
+        yield from self.sums.values()
+        for parts in self.columns.values():
+            yield from parts
 
     def _sum(self, name: str, part: Tensor) -> None:
         if name in self.sums:
@@ -170,8 +249,8 @@ class Block(ABC):
         }
 
     @abstractmethod
-    def add(self, call: Call, columns: list[Tensor]) -> None:
-        """Add a call of the layer with derivatives ``(1, batch, ...)`` in its outputs."""
+    def add(self, calls: list[Passed]) -> None:
+        """Add calls of the layer on the same samples."""
 
     @abstractmethod
     def _shapes(self, *, whole: bool = False) -> dict[str, tuple[int, ...]]: ...
@@ -214,8 +293,8 @@ def block_of(
 class KroneckerBlock(Block):
     """The Kronecker product of two factors, or a diagonal in their eigenbases (EK-FAC).
 
-    An embedding is a linear layer on one-hot inputs: its factor of the inputs is diagonal and
-    stored as a vector. With groups, all matrices have a leading axis of groups.
+    Factors may be diagonal, and are then stored as vectors: those of large order, and the inputs of
+    an embedding, which is a linear layer on one-hot inputs. With groups, all have a leading axis.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -223,46 +302,81 @@ class KroneckerBlock(Block):
         self.table = isinstance(self.module, nn.Embedding)
         self.groups: int = getattr(self.module, "groups", 1)
         self.reduces = self.settings.weight_sharing == "reduce" and not self.table
-        self._late: list[tuple[Call, list[Tensor]]] = []
+        shape, limit = self.anchor.shape, self.settings.max_order
+        if self.table:
+            self.orders = {"inputs": shape[0], "outputs": shape[1]}
+        else:
+            width = shape[1:].numel() * ("weight" in self.params) + ("bias" in self.params)
+            self.orders = {"inputs": width, "outputs": shape[0] // self.groups}
+        # Names of the diagonal factors.
+        large = {k for k, order in self.orders.items() if limit is not None and order > limit}
+        self.diagonal = large | ({"inputs"} if self.table else set())
+        self._late: list[list[Passed]] = []
 
-    def add(self, call: Call, columns: list[Tensor]) -> None:
+    @property
+    def joins(self) -> bool:
+        # Squares of a sum over positions, of gradients or of their factors, have mixed terms.
+        return self.reduces or self.settings.kind == "ekfac"
+
+    def add(self, calls: list[Passed]) -> None:
+        if self.reduces:
+            self._add_reduced(calls)
+        else:
+            for call, columns in calls:
+                self._add_expanded(call, columns)
+        if self.settings.kind == "ekfac" and self.inverse:
+            self._project(calls)
+        elif self.settings.kind == "ekfac":
+            self._late.append(calls)  # until there are eigenbases, in this step
+
+    def _add_expanded(self, call: Call, columns: list[Tensor]) -> None:
         x, module = call.args[0], self.module
         if isinstance(module, nn.Embedding):
             columns = [token_deltas(module, x, deltas) for deltas in columns]
             self._sum("inputs", token_counts(module, x).to(self.dtype))
             self.rows += x.numel()
         else:
-            self._sum("inputs", input_moment(module, x, self.keys, reduce=self.reduces))
-            self.rows += len(x) if self.reduces else self._num_positions(columns[0])
+            self._add_inputs(x)
+            width = columns[0].shape[2 if isinstance(module, CONVOLUTIONS) else -1]
+            self.rows += columns[0].numel() // width
         # One column for labels, of the data or drawn; as many as outputs for the exact matrix.
         for deltas in columns:
-            self._sum("outputs", output_moment(module, deltas, reduce=self.reduces))
-        if self.settings.kind == "ekfac" and self.inverse:
-            self._project(call, columns)
-        elif self.settings.kind == "ekfac":
-            self._late.append((call, columns))  # until there are eigenbases, in this step
+            diagonal = "outputs" in self.diagonal
+            self._sum("outputs", output_moment(module, deltas, diagonal=diagonal))
 
-    def _num_positions(self, deltas: Tensor) -> int:
-        width = deltas.shape[2] if isinstance(self.module, CONVOLUTIONS) else deltas.shape[-1]
-        return deltas.numel() // width
+    def _add_inputs(self, x: Tensor) -> None:
+        diagonal, order = "inputs" in self.diagonal, self.orders["inputs"]
+        few = isinstance(self.module, nn.Linear) and WIDE * x[..., 0].numel() <= order
+        if few and not diagonal and world_size() == 1:
+            self.columns.setdefault("inputs", []).append(input_columns(x, self.keys))
+        else:
+            self._sum("inputs", input_moment(self.module, x, self.keys, diagonal=diagonal))
 
-    def _project(self, call: Call, columns: list[Tensor]) -> None:
-        basis = self.inverse["outputs_basis"]
-        for deltas in columns:
-            if self.table:
-                # The rows of the table are the columns of the gradient.
-                squares = squared_gradients(self.module, call, deltas @ basis)["weight"].T
+    def _add_reduced(self, calls: list[Passed]) -> None:
+        diagonal = "inputs" in self.diagonal, "outputs" in self.diagonal
+        for number, parts in enumerate(_columns(calls)):
+            a, delta = joined(self.module, parts)
+            inputs, outputs = reduced_moments(a, delta, diagonal=diagonal)
+            self._sum("outputs", outputs)
+            if number == 0:  # the inputs are those of every column
+                self._sum("inputs", inputs)
+                self.rows += len(a)
+
+    def _project(self, calls: list[Passed]) -> None:
+        basis = self.inverse.get("outputs_basis")
+        for parts in _columns(calls):
+            if isinstance(self.module, nn.Embedding):
+                squares = _table_squares(self.module, parts, basis)
             else:
-                inputs = self.inverse["inputs_basis"]
-                squares = projected_squares(self.module, call, deltas, inputs, basis)
+                a, delta = joined(self.module, parts)
+                squares = projected_squares(a, delta, self.inverse.get("inputs_basis"), basis)
             self._sum("scales", squares)
 
-    def project_late(self) -> bool:
-        """Project what was captured before there were eigenbases; return whether it was."""
+    def project_late(self) -> None:
+        """Project what was captured before there were eigenbases."""
         late, self._late = self._late, []
-        for call, columns in late:
-            self._project(call, columns)
-        return bool(late)
+        for calls in late:
+            self._project(calls)
 
     def absorb_late(self, gain: float) -> None:
         """Let the first projected squares become the average."""
@@ -274,16 +388,13 @@ class KroneckerBlock(Block):
 
     def _shapes(self, *, whole: bool = False) -> dict[str, tuple[int, ...]]:
         """Shapes of what a step sums, or of all averages with ``whole``."""
-        shape, scaled = self.anchor.shape, self.settings.kind == "ekfac"
-        scaled = scaled and (whole or bool(self.inverse))
-        sizes: dict[str, tuple[int, ...]]
-        if self.table:
-            sizes = {"inputs": (shape[0],), "outputs": (shape[1], shape[1])}
-            return sizes | ({"scales": (shape[1], shape[0])} if scaled else {})
         lead = () if self.groups == 1 else (self.groups,)
-        o = shape[0] // self.groups
-        i = shape[1:].numel() * ("weight" in self.params) + ("bias" in self.params)
-        sizes = {"inputs": (*lead, i, i), "outputs": (*lead, o, o)}
+        o, i = self.orders["outputs"], self.orders["inputs"]
+        sizes = {
+            name: (*lead, *(order,) * (1 if name in self.diagonal else 2))
+            for name, order in self.orders.items()
+        }
+        scaled = self.settings.kind == "ekfac" and (whole or bool(self.inverse))
         return sizes | ({"scales": (*lead, o, i)} if scaled else {})
 
     def _units(self, gain: float) -> dict[str, float]:
@@ -297,49 +408,59 @@ class KroneckerBlock(Block):
     # The inverse.
 
     def cost(self) -> int:
-        return sum(value.shape[-1] ** 3 for value in self.average.values() if value.ndim > 1)
+        return self.groups * sum(
+            order if name in self.diagonal else order**3 for name, order in self.orders.items()
+        )
 
     def decomposed(self, delta: float) -> Tensors:
         # (S + sqrt(delta)/pi I) (x) (A + pi sqrt(delta) I): its mixed terms damp with the trace of
         # the other factor, and its inverse is the product of two small inverses.
-        A, S = self.average["inputs"], self.average["outputs"]
-        if self.settings.kind == "kfac" and self.settings.damping == "factored":
-            root = delta**0.5
-            pi = self._balance(A, S)
-            shifted = A + pi * root if self.table else _shifted(A, pi * root)
-            return {
-                "inputs_inverse": shifted.reciprocal() if self.table else inverted(shifted),
-                "outputs_inverse": inverted(_shifted(S, root / pi)),
-            }
+        if self._is_factored():
+            root, pi = delta**0.5, self._balance()
+            shifts = {"inputs": pi * root, "outputs": root / pi}
+            return {f"{name}_inverse": self._inverted(name, shifts[name]) for name in self.orders}
         result: Tensors = {}
-        for name, factor in (("inputs", A), ("outputs", S)):
-            if factor.ndim == 1:
-                result[f"{name}_values"] = factor.clone()
+        for name in self.orders:
+            if name in self.diagonal:
+                result[f"{name}_values"] = self.average[name].clone()
             else:
                 before = self.inverse.get(f"{name}_basis")
                 basis = None if self.settings.basis == "eigh" else before
-                result |= {f"{name}_{k}": v for k, v in eigenbasis(factor, basis).items()}
+                found = eigenbasis(self.average[name], basis)
+                result |= {f"{name}_{k}": v for k, v in found.items()}
         return result
 
-    def _balance(self, A: Tensor, S: Tensor) -> Tensor:
-        r"""Return :math:`\pi`, with :math:`\pi^2` the mean eigenvalue of A over that of S."""
-        means = [
-            factor.mean(-1) if factor.ndim == 1 else _diagonal(factor).mean(-1) for factor in (A, S)
-        ]
+    def _balance(self) -> Tensor:
+        r"""Return :math:`\pi`, with :math:`\pi^2` the mean eigenvalue of A over that of S.
+
+        One number, or one for each group, ``(groups, 1)``.
+        """
+        means = [self._diagonal(name).mean(-1, keepdim=self.groups > 1) for name in self.orders]
         pi: Tensor = (means[0] / means[1]).sqrt()
         # A layer without signal has no scale. Any balance is right for it.
-        pi = torch.where(torch.isfinite(pi) & (pi > 0), pi, torch.ones_like(pi))
-        return pi[..., None, None] if self.groups > 1 else pi
+        return torch.where(torch.isfinite(pi) & (pi > 0), pi, torch.ones_like(pi))
+
+    def _diagonal(self, name: str) -> Tensor:
+        factor = self.average[name]
+        return factor if name in self.diagonal else factor.diagonal(dim1=-2, dim2=-1)
+
+    def _inverted(self, name: str, shift: Tensor) -> Tensor:
+        if name in self.diagonal:
+            return (self.average[name] + shift).reciprocal()
+        shifted = self.average[name].clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
+        return inverted(shifted)
 
     def blank(self) -> Tensors:
-        names = ("inverse",) if self._is_factored() else ("basis", "values")
         result: Tensors = {}
-        for name, factor in self.average.items():
-            for part in names if name != "scales" else ():
-                vector = part == "values" or factor.ndim == 1
-                if factor.ndim > 1 or part != "basis":
-                    like = factor if not vector or factor.ndim == 1 else factor[..., 0]
-                    result[f"{name}_{part}"] = torch.empty_like(like).contiguous()
+        for name in self.orders:
+            factor, vector = self.average[name], self._diagonal(name)
+            if self._is_factored():
+                result[f"{name}_inverse"] = torch.empty_like(factor)
+                continue
+            result[f"{name}_values"] = torch.empty_like(vector).contiguous()
+            if name not in self.diagonal:
+                result[f"{name}_basis"] = torch.empty_like(factor)
         return result
 
     def _is_factored(self) -> bool:
@@ -365,19 +486,21 @@ class KroneckerBlock(Block):
         # (S (x) A)^-1 vec V = vec(S^-1 V A^-1) for symmetric factors and V by rows.
         V, inverse = self._joint(gradients), self.inverse
         if self._is_factored():
-            A = inverse["inputs_inverse"]
-            V = inverse["outputs_inverse"] @ V
-            return self._parted(V * A if self.table else V @ A)
-        # U_S [(U_S' V U_A) / (s a' + delta)] U_A'; an embedding has U_A = I.
-        U_A, U_S = inverse.get("inputs_basis"), inverse["outputs_basis"]
-        V = U_S.mT @ (V if U_A is None else V @ U_A)
+            A, S = inverse["inputs_inverse"], inverse["outputs_inverse"]
+            V = S.unsqueeze(-1) * V if "outputs" in self.diagonal else S @ V
+            return self._parted(V * A.unsqueeze(-2) if "inputs" in self.diagonal else V @ A)
+        # U_S [(U_S' V U_A) / (s a' + delta)] U_A'; a diagonal factor has U = I.
+        U_A, U_S = inverse.get("inputs_basis"), inverse.get("outputs_basis")
+        V = V if U_A is None else V @ U_A
+        V = V if U_S is None else U_S.mT @ V
         if self.settings.kind == "ekfac":
             scales = self.average["scales"]
         else:
             # The eigenvalues of a Kronecker product are the products of eigenvalues.
             s, a = inverse["outputs_values"], inverse["inputs_values"]
             scales = s.unsqueeze(-1) * a.unsqueeze(-2)
-        V = U_S @ (V / (scales + delta))
+        V = V / (scales + delta)
+        V = V if U_S is None else U_S @ V
         return self._parted(V if U_A is None else V @ U_A.mT)
 
     def _joint(self, gradients: Tensors) -> Tensor:
@@ -405,15 +528,23 @@ class KroneckerBlock(Block):
         return pieces
 
 
-def _diagonal(factor: Tensor) -> Tensor:
-    return factor.diagonal(dim1=-2, dim2=-1)
+def _columns(calls: list[Passed]) -> list[list[tuple[Call, Tensor]]]:
+    """Return the calls with one of their derivatives, for each column."""
+    return [[(call, columns[i]) for call, columns in calls] for i in range(len(calls[0][1]))]
 
 
-def _shifted(factor: Tensor, shift: Tensor | float) -> Tensor:
-    shifted = factor.clone()
-    shift = shift[..., 0] if isinstance(shift, Tensor) and shift.ndim else shift
-    _diagonal(shifted).add_(shift)
-    return shifted
+def _table_squares(
+    module: nn.Embedding, calls: Sequence[tuple[Call, Tensor]], basis: Tensor | None
+) -> Tensor:
+    """Return the squares of sample gradients of an embedding in a basis of its outputs."""
+    # The positions of all calls beside each other: (batch, T) and (1, batch, T, o).
+    ids = torch.cat([call.args[0].flatten(1) for call, _ in calls], 1)
+    rows = [deltas.reshape(*deltas.shape[:2], -1, deltas.shape[-1]) for _, deltas in calls]
+    deltas = torch.cat(rows, 2)
+    call = replace(calls[0][0], args=(ids,))
+    squares = squared_gradients(module, call, deltas if basis is None else deltas @ basis)
+    # The rows of the table are the columns of the gradient.
+    return squares["weight"].T
 
 
 def inverted(matrix: Tensor) -> Tensor:
@@ -470,12 +601,21 @@ class AffineBlock(Block):
     It is the second moment of gradients of samples, without an approximation by a product.
     """
 
-    def add(self, call: Call, columns: list[Tensor]) -> None:
-        for deltas in columns:
+    @property
+    def joins(self) -> bool:
+        return True
+
+    def add(self, calls: list[Passed]) -> None:
+        for parts in _columns(calls):
             # Features of a norm are independent parameters: no product of factors is needed.
-            rows = affine_gradients(self.module, call.args[0], deltas[0], self.keys)
-            self._sum("moment", torch.einsum("nci,ncj->cij", rows, rows))
-        self.rows += columns[0].shape[1]
+            rows = [
+                affine_gradients(self.module, call.args[0], deltas[0], self.keys)
+                for call, deltas in parts
+            ]
+            # The gradient of a sample is the sum over all calls.
+            total = torch.stack(rows).sum(0) if len(rows) > 1 else rows[0]
+            self._sum("moment", torch.einsum("nci,ncj->cij", total, total))
+        self.rows += len(calls[0][0].args[0])
 
     def _shapes(self, *, whole: bool = False) -> dict[str, tuple[int, ...]]:
         return {"moment": (self.anchor.numel(), len(self.params), len(self.params))}

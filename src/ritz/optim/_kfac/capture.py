@@ -1,4 +1,11 @@
-"""Inputs and output derivatives of layers, captured by hooks in ordinary passes of a model."""
+"""Inputs and output derivatives of layers, captured by hooks in ordinary passes of a model.
+
+:func:`ritz.curvature.kfac` evaluates the model itself, and its hooks cut the graph at every layer,
+for as long as the evaluation lasts. Here the passes are those of the user. The hooks must leave the
+graph as it is (compiled models, checkpoints, operations in place), must not keep the model alive
+and must do nothing in its copies. So the hooks are two, and what becomes of a call is shared:
+``curvature/_factors.py``.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ritz._core.batches import tensors
 from ritz.curvature._shared import CONVOLUTIONS, Call
-from ritz.optim._kfac.blocks import Block, Pass
+from ritz.optim._kfac.blocks import Block, Pass, Passed
 
-Receive = Callable[[Block, Call, list[Tensor], Pass], None]
+Receive = Callable[[Block, Passed, Pass], None]
 
 
 @final
@@ -66,6 +73,9 @@ class _Arrival:
         capture, x, self._held = self._capture(), self._held, None
         if capture is not None and capture.active and x is not None:
             check_version(self._block, x, self._version)
+            # Checkpointed layers have backward passes inside the one of their model.
+            if self._pass.backward is None:
+                self._pass.backward = torch._C._current_graph_task_id()
             capture.deliver(self._block, x, [delta], self._pass)
 
 
@@ -150,6 +160,8 @@ class Capture:
         # Checkpointed layers are called again by the backward pass, for the samples of the pass.
         inside = self._inside or torch._C._current_graph_task_id() != -1
         x, of = x.detach(), (self._pass if inside else None) or Pass(None)
+        if torch._C._current_graph_task_id() == -1:
+            block.expect()
         if self._waits:
             self._records.append((block, x, x._version, get_gradient_edge(output), of))
         else:
@@ -170,6 +182,7 @@ class Capture:
             columns: Cotangents of the outputs. One backward pass each.
         """
         records, self._records = self._records, []
+        backward = object()
         edges = [record[3] for record in records]
         passes = [
             # Down to the outputs of the layers only: no gradient of a weight is computed.
@@ -180,6 +193,7 @@ class Capture:
             found = [delta for delta in deltas if delta is not None]
             if found:
                 check_version(block, x, version)
+                of.backward = backward
                 self.deliver(block, x, found, of)
 
     def deliver(self, block: Block, x: Tensor, deltas: list[Tensor], of: Pass) -> None:
@@ -193,7 +207,7 @@ class Capture:
         alone = alone or (isinstance(module, nn.Embedding) and x.ndim == 0)
         if alone:
             # Nor has the input of the model one.
-            x, of = x.unsqueeze(0), Pass(None)
+            x, of = x.unsqueeze(0), Pass(None, backward=object())
         with self.paused(), torch.no_grad():
             columns = [
                 (delta.unsqueeze(0) if alone else delta).detach().to(block.dtype).unsqueeze(0)
@@ -202,7 +216,7 @@ class Capture:
             x = x.to(block.dtype) if x.is_floating_point() else x
             output = columns[0][0]  # of its shape
             call = Call(args=(x,), kwargs={}, output=output, state={}, chosen=block.keys)
-            self._receive(block, call, columns, of)
+            self._receive(block, (call, columns), of)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

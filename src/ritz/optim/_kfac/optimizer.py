@@ -38,8 +38,9 @@ class KFAC(Optimizer):
             optimizer.step()
 
     The loss must be the mean over the samples of a step, as in gradient accumulation with the loss
-    divided by the number of batches. Every forward pass of the model in a step counts its own
-    samples, also with :class:`~torch.nn.parallel.DistributedDataParallel`.
+    divided by the number of batches. Batches with backward passes of their own add up, also with
+    :class:`~torch.nn.parallel.DistributedDataParallel`. Calls of a layer with one backward pass are
+    of the same samples, as in a siamese network, and count as positions of them.
     Several processes average their factors and share out the inverses. The damping of a layer is
     that of the group of its first parameter. Known layers are linear
     layers, convolutions, embeddings (with their exact diagonal :math:`A`) and affine norms (the
@@ -49,7 +50,8 @@ class KFAC(Optimizer):
 
     Cost: every ``factor_every`` steps two products per layer, every ``inverse_every`` steps its
     inverses, and in every step two products with the gradient (four for ``damping="exact"`` and
-    EK-FAC). Memory: factors and inverses, which ``state_dict()`` holds, so that a run resumes bit
+    EK-FAC). A factor of thousands of inputs dominates all three: ``max_order`` makes it diagonal.
+    Memory: factors and inverses, which ``state_dict()`` holds, so that a run resumes bit
     for bit. Inputs of layers are stored from the forward to the backward pass, in those steps
     alone.
 
@@ -77,10 +79,13 @@ class KFAC(Optimizer):
             ``factored``, :math:`(S + \frac{\sqrt\delta}{\pi} I) \otimes (A + \pi \sqrt\delta I)`,
             whose damping is renewed with the inverses, or ``exact``. ``factor_every`` (10),
             ``inverse_every`` (100), ``factor_decay`` (0.95; a plain mean at first).
-            ``weight_sharing``: ``expand`` takes positions for samples, ``reduce`` sums over them.
-            ``basis``: eigenbases by ``eigh``, or tracked by one step of ``qr``. ``precision``:
-            ``tf32`` or ``float32`` products on a GPU, by default as torch is set; inverses are
-            always in float32. ``seed``: of drawn labels.
+            ``weight_sharing``: ``expand`` takes positions for samples, ``reduce`` has the mean
+            input and the summed derivative of a sample. ``basis``: eigenbases by ``eigh``, or
+            tracked by one step of ``qr``. ``max_order``: factors of larger order are diagonal (in
+            EK-FAC, their basis is the identity, and its second moments are exact in that); 0 makes
+            all factors diagonal, no limit by default. ``precision``: ``tf32`` or
+            ``float32`` products on a GPU, by default as torch is set; inverses are always in
+            float32. ``seed``: of drawn labels.
 
     Reference: Martens and Grosse (2015); Grosse and Martens (2016); George et al. (2018) for
     EK-FAC; Eschenhagen et al. (2023) for weight sharing.

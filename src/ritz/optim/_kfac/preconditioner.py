@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ritz._core.distributed import all_sum, broadcast, rank, world_size
 from ritz._core.modes import arithmetic, unwrapped
 from ritz._core.params import check_optimizer, check_setting, parameters
-from ritz.curvature._shared import Call, KFACKind, as_likelihood, known_loss
+from ritz.curvature._shared import KFACKind, as_likelihood, known_loss
 from ritz.optim._companions import StateDict, listed, owners
 from ritz.optim._kfac.blocks import (
     Basis,
@@ -24,6 +24,7 @@ from ritz.optim._kfac.blocks import (
     Kind,
     KroneckerBlock,
     Pass,
+    Passed,
     ProductPrecision,
     Settings,
     Tensors,
@@ -47,6 +48,7 @@ class Options(TypedDict, total=False):
     factor_decay: float
     weight_sharing: WeightSharing
     basis: Basis
+    max_order: int | None
     precision: ProductPrecision | None
     seed: int
 
@@ -127,10 +129,9 @@ class Curvature:
         self._capture.active, self._observed = due and bool(self.blocks), 0
         self._capture.forget()
 
-    def _receive(self, block: Block, call: Call, columns: list[Tensor], of: Pass) -> None:
+    def _receive(self, block: Block, passed: Passed, of: Pass) -> None:
         with arithmetic(self.settings.precision):
-            block.add(call, columns)
-        block.count(of, len(call.args[0]))
+            block.receive(passed, of)
 
     def observe(self, outputs: Tensor, target: Any, loss_fn: Any) -> None:
         """Capture the curvature of a batch for ``fisher="monte_carlo"`` or ``"ggn"``."""
@@ -205,6 +206,9 @@ class Curvature:
 
     def _absorb(self, gradients: Gradients) -> dict[Block, float]:
         """Let the sums of the step enter the averages; return the gain of each block."""
+        with arithmetic(self.settings.precision):
+            for block in self.blocks:
+                block.complete()
         local = torch.tensor([[b.samples, b.rows] for b in self.blocks], dtype=torch.float64)
         # One exchange for all layers, before those of their factors.
         counts = all_sum(local.to(self.blocks[0].device)).tolist()
@@ -213,12 +217,13 @@ class Curvature:
             block.samples, block.rows = int(samples), int(rows)
             if samples:
                 # A process without samples adds zeros.
-                zeros = block.zeros() if not block.sums else {}
-                block.sums = {k: all_sum(v) for k, v in sorted((zeros | block.sums).items())}
+                if world_size() > 1:
+                    zeros = block.zeros() if not block.sums else {}
+                    block.sums = {k: all_sum(v) for k, v in sorted((zeros | block.sums).items())}
                 active.append(block)
         self._drop_unseen(active, gradients)
         # One number per layer, and one wait for the device in all.
-        totals = [value.sum() for block in active for value in block.sums.values()]
+        totals = [value.sum() for block in active for value in block.tensors()]
         # An overflow, as of a scaled loss whose step was skipped, is no curvature.
         if not totals or not bool(torch.stack(totals).isfinite().all()):
             return {}
