@@ -159,7 +159,7 @@ class CurvatureMonitor:
         return total_cost(self.names, self)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Begin with a training: note the initial weights, and those before each step, if needed.
+        """Attach to a training run: store the initial weights, and those before a step if needed.
 
         Nothing is left of a training before, so that one monitor may watch several in turn.
         """
