@@ -279,6 +279,7 @@ def figure(result: Result) -> style.Figure:
     _draw_distance(below[2], result)
     for spare in below[3:]:
         spare.remove()
+    style.share_legend(drawing, axes[:n])
     return drawing
 
 
@@ -297,7 +298,6 @@ def _draw_rates(ax: style.Axes, result: Result, i: int) -> None:
     style.batch_size_x(ax, result.config.batch_sizes)
     style.log_scale(ax)
     ax.set_ylabel("largest learning rate")
-    ax.legend(frameon=False, fontsize="x-small")
 
 
 def _draw_rules(ax: style.Axes, result: Result, values: Tensor, label: str) -> None:
