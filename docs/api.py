@@ -4,8 +4,8 @@ import ast
 import re
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "api"
-SOURCE = Path(__file__).parents[1] / "src" / "ritz"
+FOLDER = Path(__file__).resolve().parent / "api"
+SOURCE = FOLDER.parents[1] / "src" / "ritz"
 # In the order in which a user meets them.
 PACKAGES = ["spectra", "operators", "curvature", "measures", "graphs", "optim", "training",
             "plots", "models", "data", "rmt", "testing", "studies"]  # fmt: skip

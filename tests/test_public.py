@@ -69,3 +69,10 @@ def test_sub_packages_are_imported_on_first_use():
     code = "import ritz; print(ritz.plots.__name__, ritz.studies.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "ritz.plots ritz.studies\n"
+
+
+def test_a_misspelt_name_is_corrected_in_the_traceback():
+    done = subprocess.run(
+        [sys.executable, "-c", "import ritz; ritz.hesian"], capture_output=True, text=True
+    )
+    assert done.stderr.rstrip().endswith("Did you mean: 'hessian'?")

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from ritz._version import __version__
@@ -118,7 +119,9 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
-            raise AttributeError(f"module 'ritz' has no attribute {name!r}")
+            # With name and module, Python's traceback suggests a similar name.
+            message = f"module 'ritz' has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=sys.modules[__name__])
         if os.path.isdir(os.path.join(__path__[0], name)):
             return importlib.import_module(f"ritz.{name}")
         value = getattr(importlib.import_module(_MODULES.get(name, "ritz.spectra")), name)

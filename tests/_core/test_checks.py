@@ -169,3 +169,8 @@ def test_an_error_is_below_its_bound_unless_either_is_nan(error, bound, below, w
 def test_every_error_of_an_array_has_to_be_below_its_bound(errors, bound, below):
     bound = torch.tensor(bound) if isinstance(bound, list) else bound
     assert is_below(torch.tensor(errors), bound) is below
+
+
+def test_choice_error_suggests_a_similar_choice():
+    with pytest.raises(ValueError, match=r"got 'lamda_max'; did you mean lambda_max\?$"):
+        check_choice("quantity", "lamda_max", ["alpha", "lambda_max"])

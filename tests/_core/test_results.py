@@ -43,6 +43,11 @@ def test_an_estimate_converts_to_float():
     assert float(estimate(2.5, 0.1)) == 2.5
 
 
+def test_printing_an_estimate_with_a_gradient_does_not_warn():
+    mean = torch.tensor(2.0, requires_grad=True)
+    assert str(replace(estimate(2.0, 0.5), mean=mean)).startswith("2.00 ± 0.50")
+
+
 def test_text_of_an_estimate():
     assert str(estimate(2.5, 0.125)) == "2.50 ± 0.12  [hutchinson, 8 products; completed: 8 probes]"
     bracketed = estimate(2.5, 0.125, truncation=torch.tensor(0.01))

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import math
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 import ritz
-from ritz import studies
+from ritz import cli, studies
 from ritz.__main__ import main
 from ritz.cli import _app
 from ritz.cli._options import print_result
@@ -224,7 +225,7 @@ def test_the_demo_shows_a_table_and_names_its_files(here, monkeypatch, capsys, d
     out = capsys.readouterr().out
     assert "Sharpness of" in out
     assert "Landscape of" in out
-    assert "out/demo/spectra.png" in out
+    assert "Look at out/demo/spectra.png first. Next: ritz train" in out
     numbers = {"training", "hessian", "sharpness", "landscape", "plane"}
     pictures = {"training", "spectra", "landscape"}
     assert {path.name for path in (here / "out/demo").iterdir()} == {
@@ -246,3 +247,9 @@ def test_the_demo_without_matplotlib(here, monkeypatch, capsys, demo):
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["result"]["config"]["num_samples"] == 256
     assert {Path(name).suffix for name in found["files"]} == {".safetensors"}
+
+
+def test_every_command_has_a_panel_of_the_help():
+    listed = sorted(name for names in _app.PANELS.values() for name in names)
+    assert listed == sorted(info.name for info in pkgutil.iter_modules(cli.__path__)
+                            if not info.name.startswith("_"))  # fmt: skip

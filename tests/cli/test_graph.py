@@ -106,7 +106,7 @@ def test_several_files_are_compared(blocks, random, tmp_path, capsys):
     assert found["matrix"][0][1] > 4 * found["stderr"][0][1] == 0  # small graphs are exact
     assert picture.is_file()
     assert _app.run([*command, "--measure", "jensen_shannon"]) == 0
-    assert "jensen shannon between 2 graphs" in capsys.readouterr().out
+    assert "Jensen-Shannon divergence between the spectra of 2 graphs" in capsys.readouterr().out
 
 
 def test_the_model_of_a_random_graph_is_printed(tmp_path, capsys):

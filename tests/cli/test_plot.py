@@ -65,7 +65,7 @@ def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     (tmp_path / "again.jsonl").write_bytes(log.read_bytes())
     assert "takes one log, got 2" in refused("plot", log, tmp_path / "again.jsonl", "--what",
                                              "curvature", "--out", tmp_path / "x.png")  # fmt: skip
-    assert "no gsnr in the log of a monitor, which has lambda_max, sharpness_ratio" in refused(
+    assert "gsnr was not logged by a monitor, which logged lambda_max, sharpness_ratio" in refused(
         "plot", log, "--what", "gsnr", "--out", tmp_path / "x.png"
     )
     (tmp_path / "x.safetensors").write_bytes(b"")

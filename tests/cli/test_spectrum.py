@@ -148,7 +148,10 @@ def test_a_missing_run_or_file_is_one_line(here, finished, tmp_path, refused):
             ["--save-interval", "-1"],
             "--save-interval must be at least 0.0, got -1.0",
         ),
-        (["--split", "validation"], "--split must be a part that the data have, got 'validation'"),
+        (
+            ["--split", "validation"],
+            "--split must be a part of the data, train or test, got 'validation'",
+        ),
         (["--matrix", "fisher"], "Invalid value for '--matrix'"),
         (["--model", "vgg61"], "no model is named 'vgg61'; did you mean"),
     ],

@@ -179,7 +179,7 @@ def test_sharpness_is_printed_as_a_table(plain):
         f"Sharpness of Sequential: {risk.space.size} parameters, 24 samples in batches of 8"
     )
     assert lines[1] == (
-        "  31 Lanczos steps, 12 probes (± standard error, accurate to about 21%), seed 5"
+        "  31 Lanczos steps, 12 probes (± standard error, itself accurate to 21%), seed 5"
     )
     assert lines[2].split() == ["hessian", "ggn"]
     for name in ("accuracy", "loss", "spectral norm", "negative fraction", "fraction near zero"):

@@ -367,7 +367,9 @@ def test_several_runs_share_the_panel_of_a_number():
     figure = plots.watched({"a": watched_log(), "b": watched_log()}, names=["trace"])
     (ax,) = figure.axes
     assert legend(ax) == ["a", "b"]
-    with pytest.raises(ValueError, match="no gsnr in the log of a monitor, which has lambda_max"):
+    with pytest.raises(
+        ValueError, match="gsnr was not logged by a monitor, which logged lambda_max"
+    ):
         plots.watched({"a": watched_log()}, names=["gsnr"])
     with pytest.raises(ValueError, match="runs must have been watched, got none"):
         plots.watched({"a": [epoch(1)]})

@@ -143,9 +143,9 @@ def test_a_product_that_is_not_finite_names_its_step():
 def test_bounds_say_what_they_are():
     matrix = torch.diag(torch.tensor([1.0, 2.0]))
     assert str(bounds(matrix, method="gershgorin")) == (
-        "[1, 2] certainly holds the spectrum (gershgorin; completed: no product)"
+        "[1, 2] certainly contains the spectrum (gershgorin; completed: no product)"
     )
-    assert "almost certainly holds the spectrum (Lanczos" in str(bounds(matrix))
+    assert "almost certainly contains the spectrum (Lanczos" in str(bounds(matrix))
 
 
 def test_misuse_names_the_argument():

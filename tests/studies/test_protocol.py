@@ -79,7 +79,7 @@ def test_text_of_the_wrong_type_names_the_field(key, text, match):
 
 
 def test_an_unknown_key_raises():
-    with pytest.raises(UnknownNameError, match=r"no field .* 'sise'; did you mean size"):
+    with pytest.raises(UnknownNameError, match=r"no option .* 'sise'; did you mean size"):
         studies.configure(Config, {"sise": "3"})
 
 

@@ -194,7 +194,7 @@ def test_the_risk_of_a_part_of_the_data():
     assert (
         measured_risk(network, cross_entropy, parts, num_samples=7, batch_size=4).num_samples == 7
     )
-    with pytest.raises(ValueError, match="a part that the data have, got 'validation'"):
+    with pytest.raises(ValueError, match="a part of the data, train or test, got 'validation'"):
         measured_risk(network, cross_entropy, parts, split="validation", batch_size=4)
 
 

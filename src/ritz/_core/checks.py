@@ -4,6 +4,8 @@ import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from ritz._core.registry import suggest
+
 # The command line checks its options before it imports torch.
 if TYPE_CHECKING:
     import torch
@@ -64,9 +66,11 @@ def check_interval(name: str, interval: tuple[float, float]) -> None:
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raise unless ``value`` is one of ``choices``."""
+    """Raise unless ``value`` is one of ``choices``. The message suggests similar ones."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        hint = suggest(value, choices) if isinstance(value, str) else ""
+        hint = f"; {hint}" if hint.startswith("did you mean") else ""
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}{hint}")
 
 
 def check_finite(name: str, tensor: "Tensor") -> None:

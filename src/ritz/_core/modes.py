@@ -199,7 +199,7 @@ def _hooked(
 
 
 # ------------------------------------------------------------------------------------------
-# Batch-norm statistics for the present weights of a model, weighted by sample.
+# Batch-norm statistics for the current weights of a model, weighted by sample.
 
 Forward = Callable[[nn.Module, Any], Any]
 Count = Callable[[Any], int]
@@ -229,7 +229,7 @@ def with_statistics(
     group: Group | None = None,
     keep: bool = False,
 ) -> Iterator[None]:
-    """Give batch norm the statistics of ``data`` for the present weights of the model.
+    """Give batch norm the statistics of ``data`` for the current weights of the model.
 
     See :func:`recomputed_statistics`. Each batch is weighted by its number of samples.
 

@@ -289,7 +289,8 @@ def power_of_two(tensor: Tensor) -> float:
 
 def plain_estimate(estimate: Estimate) -> str:
     """Return ``mean ± stderr`` of a number as text."""
-    return format_uncertain(float(estimate.mean), float(estimate.stderr))
+    # float() of an estimate detaches it: a mean with a gradient would warn.
+    return format_uncertain(float(estimate), float(estimate.stderr))
 
 
 def format_uncertain(mean: float, stderr: float) -> str:

@@ -24,6 +24,15 @@ BY_KEYBOARD = 130  # exit code with which the parser reports ctrl-C
 PATIENCE = 2.0
 
 
+# The panels of ritz --help, in the order of their use. A command that is in none comes last.
+PANELS = {
+    "Train": ("demo", "train", "sweep"),
+    "Measure a trained network": ("spectrum", "sharpness", "landscape", "advise"),
+    "Matrices and graphs": ("logdet", "graph"),
+    "Figures, lists and studies": ("plot", "list", "study"),
+}
+
+
 class Interrupted(Exception):  # noqa: N818 - nothing went wrong
     """A command was stopped by ctrl-C or SIGTERM; the message says whether it can be resumed."""
 
@@ -35,12 +44,15 @@ def build() -> typer.Typer:
     app = typer.Typer(name="ritz", no_args_is_help=True, epilog=start)
     app.callback()(_options)
     # Nothing is registered by hand: a new file is a new command.
-    for name in (info.name for info in pkgutil.iter_modules(cli.__path__) if info.name[0] != "_"):
-        module = importlib.import_module(f"{cli.__name__}.{name}")
+    found = [info.name for info in pkgutil.iter_modules(cli.__path__) if info.name[0] != "_"]
+    panels = {name: panel for panel, names in PANELS.items() for name in names if name in found}
+    for name in dict.fromkeys([*panels, *found]):
+        module, panel = importlib.import_module(f"{cli.__name__}.{name}"), panels.get(name)
         if hasattr(module, "app"):
-            app.add_typer(module.app, name=name)
+            app.add_typer(module.app, name=name, rich_help_panel=panel)
         else:
-            app.command(name=name, epilog=module.EPILOG)(flatten_options(module.command))
+            describe = app.command(name=name, epilog=module.EPILOG, rich_help_panel=panel)
+            describe(flatten_options(module.command))
     return app
 
 
@@ -72,10 +84,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _simplify_help(command: Any) -> Any:
-    """Remove ``<bool>`` after options that take no value."""
+    """Remove ``<bool>`` after options that take no value, and ``<list[Path]>`` after FILE."""
     for parameter in (*command.params, command.get_help_option(typer.Context(command))):
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = lambda ctx: None
     for inner in getattr(command, "commands", {}).values():
         _simplify_help(inner)
     return command

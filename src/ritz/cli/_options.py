@@ -35,7 +35,7 @@ def option(default: Any, help: str, panel: str | None = None, **known: Any) -> A
 class PrintOptions:
     """The option of all commands."""
 
-    json: bool = option(False, "Print JSON, without a progress bar.", free=True)
+    json: bool = option(False, "Print the result as JSON, without progress bars.", free=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,13 @@ class SeedOptions(PrintOptions):
 
 
 Matrix = Literal["hessian", "ggn", "both"]
-MATRIX = "ggn is the Gauss-Newton matrix."
+MATRIX = "Curvature matrix; ggn is the Gauss-Newton matrix."
 Modes = Literal["eval", "train", "recomputed", "both"]
 MODE = (
-    "Batch-norm mode. eval uses the running statistics, train those of each batch, and recomputed "
+    "Batch-norm mode: eval uses the running statistics, train those of each batch, and recomputed "
     "recomputes the running statistics on these data."
 )
-MODES = f"{MODE} both means eval and train."
+MODES = f"{MODE} both stands for eval and train."
 Split = Literal["train", "validation", "test"]
 SPLIT = "Part of the data to measure on."
 Picture = Literal["png", "svg", "pdf"]
@@ -82,8 +82,8 @@ class MeasureOptions(SeedOptions):
     samples: int | None = option(None, "Measure on a random subset of this many samples (default: "
                                  "all).", NETWORK, low=1)
     batch_size: int | None = option(None, "Batch size (default: as in the run).", NETWORK, low=1)
-    l2: float = option(0.0, "Coefficient of an L2 term l2/2 |w|^2 that is added to the loss. "
-                       "After training with SGD, pass its weight decay.", NETWORK, low=0.0)
+    l2: float = option(0.0, "Coefficient of the L2 term l2/2 |w|^2 added to the loss. For a "
+                       "network trained by SGD, pass its weight decay.", NETWORK, low=0.0)
     precision: Literal["float32", "tf32", "float64"] = option(
         "float32", "Precision of the matrix-vector products.", MACHINE, flags="--precision --dtype")
     device: str | None = option(None, "Device, such as cpu or cuda:1 (default: cuda if available).",
@@ -102,8 +102,8 @@ def examples(*lines: str, file: str = "") -> str:
         lines: Commands, and remarks.
         file: Name of a file that the command may write, as an example.
     """
-    names = f"Files are named after the options that differ from their defaults, such as {file}."
-    resuming = "If the command is interrupted, run it again. It resumes from the last save."
+    names = f"The names of result files contain the options that are not at their defaults: {file}."
+    resuming = "If the command is interrupted, run it again: it resumes from the last save."
     return "\n\n".join(["Examples:", *lines, *([names, resuming] if file else [])])
 
 
@@ -174,8 +174,7 @@ def _parameters(group: Any) -> Iterator[inspect.Parameter]:
             text = text.replace(other, "--" + other.replace("_", "-"))
         # Typer shows choices beside the name, where four of them leave no room for the text.
         if get_origin(kind) is Literal:
-            *others, last = get_args(kind)
-            text, metavar = f"{', '.join(others)} or {last}. {text}", "NAME"
+            text, metavar = f"{text} Choices: {', '.join(get_args(kind))}.", "NAME"
         shown: Any = {"help": text, "metavar": metavar, "rich_help_panel": known["panel"]}
         shown["show_choices"] = False  # they are in the text
         argument = known.get("argument")

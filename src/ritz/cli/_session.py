@@ -248,7 +248,8 @@ def writing(folder: Path) -> Iterator[Path]:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise OSError(f"cannot write to {folder}: {error.strerror}") from error
+        reason = "it is a file" if folder.is_file() else error.strerror
+        raise OSError(f"cannot write to {folder}: {reason}") from error
     try:
         yield folder
     except (OSError, SafetensorError) as error:

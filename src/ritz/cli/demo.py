@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
 import ritz
 from ritz.cli._options import SeedOptions, examples, option, print_result
 
@@ -13,6 +15,7 @@ EPILOG = examples(
     "ritz demo --out somewhere --seed 3",
     "The images come with scikit-learn. The demo takes half a minute on one core.",
 )
+NEXT = "Next: ritz train --help, which shows how to pass your own model and data."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +24,13 @@ class Options(SeedOptions):
 
     out: Path = option(Path("out/demo"), "Folder for results and figures.", metavar="FOLDER")
     quick: bool = option(
-        False, "Quick test with one batch and few Lanczos steps. The results are meaningless."
+        False, "Use one batch and few Lanczos steps, as a test. The results mean nothing."
     )
     device: str = option("cpu", "Device, such as cpu or cuda:1.", metavar="NAME")
 
 
 def command(options: Options) -> None:
-    """Train a small network on digits; measure its spectra, sharpness and landscape."""
+    """Train a small network on digits, and measure its spectra, sharpness and loss landscape."""
     import torch
 
     from ritz.cli._session import default_device, writing
@@ -46,6 +49,9 @@ def command(options: Options) -> None:
     finally:
         torch.set_num_threads(threads)
     print_result(result, files, as_json=options.json)
+    if not options.json:
+        pictures = [f"Look at {file} first. " for file in files if file.name == "spectra.png"]
+        typer.echo("\n" + "".join(pictures) + NEXT)
 
 
 def _write(result: Any, folder: Path) -> list[Path]:

@@ -23,11 +23,11 @@ app = typer.Typer(
 
 READING = "Input"
 METHOD = (
-    "How to count the eigenvalues below the gap: one by one (krylov), or as the mass of a density "
-    "by maximum entropy (entropic) or Lanczos. auto computes all eigenvalues of a small graph, and "
-    "checks krylov by entropic for a large one."
+    "How to count the eigenvalues below the gap: one by one (krylov), or by integrating a density, "
+    "of maximum entropy (entropic) or from Lanczos (lanczos). auto computes all eigenvalues of a "
+    "small graph; for a large one, krylov and entropic check each other."
 )
-WEIGHTS = "Require weights, or ignore them (default: read them if there are any)."
+WEIGHTS = "Require edge weights, or ignore them (default: read them if the file has any)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,14 @@ class GraphOptions(SeedOptions):
 
     # fmt: off
     directed: Literal["drop", "refuse"] = option(
-        "drop", "Ignore directions of edges, or fail if the file has any.", READING)
+        "drop", "Directed edges: ignore the directions (drop), or fail (refuse).", READING)
     weights: bool | None = option(None, WEIGHTS, READING, flags="--weights/--no-weights")
     self_loops: Literal["drop", "keep", "refuse"] = option(
-        "drop", "Ignore self-loops, keep them, or fail if the file has any.", READING)
+        "drop", "Self-loops: ignore them, keep them, or fail (refuse).", READING)
     multi_edges: Literal["merge", "sum", "refuse"] = option(
-        "merge", "Merge repeated edges, add their weights, or fail if there are any.", READING)
-    nodes: int | None = option(None, "Number of vertices, needed if some have no edge (default: "
-                               "those that occur in the file).", READING)
+        "merge", "Repeated edges: merge them, sum their weights, or fail (refuse).", READING)
+    nodes: int | None = option(None, "Number of vertices, if some of them have no edge (default: "
+                               "those in the file).", READING)
     largest: bool = option(False, "Use only the largest connected component.", READING)
     out: Path | None = option(None, "File of the figure: .png, .svg or .pdf (default: no figure).",
                               OUTPUT, metavar="FILE")
@@ -114,10 +114,11 @@ class DensityOptions(SampleOptions):
 
     file: Path = option(MISSING, "File of a graph.", metavar="FILE", argument=True)
     method: Literal["maxent", "lanczos", "kpm"] = option(
-        "maxent", "Maximum entropy, Lanczos quadrature or kernel polynomial method."
+        "maxent",
+        "Method: maximum entropy, Lanczos quadrature or the kernel polynomial method (kpm).",
     )
     matrix: Literal["normalized", "laplacian", "adjacency"] = option(
-        "normalized", "Matrix of the graph. normalized is the normalised Laplacian."
+        "normalized", "Matrix of the graph; normalized is the normalised Laplacian."
     )
 
 

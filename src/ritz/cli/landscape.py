@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from ritz.curvature import Risk
 
 KINDS = (
-    "ritz: Ritz vectors of the largest and smallest Ritz values, and of the one nearest to zero. "
-    "filter: random, with each filter scaled to the norm of the trained one."
+    "Directions. ritz: Ritz vectors of the largest and smallest Ritz values, and of the one "
+    "nearest to zero. filter: random, with each filter scaled to the norm of the trained one."
 )
 EPILOG = shared.examples(
     "ritz landscape runs/digits",
     "ritz landscape runs/vgg --plane --batch-norm recomputed --points 31",
     "ritz landscape runs/digits --directions filter --picture pdf",
-    "In the figure, solid lines are for the training data and dashed lines for all test data.",
+    "In the figure, solid lines are for the measured data and dashed lines for all test data.",
     file="landscape-filter-train-average-points31.safetensors",
 )
 
@@ -35,7 +35,7 @@ class Options(shared.MeasureOptions):
     batch_norm: Literal["eval", "train", "recomputed"] = option("eval", shared.MODE, free=True)
     steps: int = option(30, "Lanczos steps for the Ritz vectors.", low=2)
     distance: float = option(
-        1.0, "Largest distance from the trained weights, in units of the length of the direction."
+        1.0, "Largest distance from the trained weights, in multiples of the direction."
     )
     points: int = option(21, "Number of points per line. A plane has points x points.", low=2)
     max_products: int | None = option(

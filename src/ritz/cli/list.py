@@ -19,7 +19,7 @@ class Options(PrintOptions):
 
 
 def command(options: Options) -> None:
-    """List the models, data sets, optimisers, quantities to watch or studies."""
+    """List what can be chosen by name: models, data sets, optimisers, quantities, studies."""
     if options.what == "models":
         names = {name: f"options: {', '.join(ritz.models.options(name))}"
                  for name in ritz.models.available()}  # fmt: skip

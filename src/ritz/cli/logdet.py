@@ -22,12 +22,13 @@ class Options(SeedOptions):
     )
     method: Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"] = option(
         "auto",
-        "Factorise the matrix (cholesky), or estimate from matrix-vector products (the "
-        "others). auto decides by the size of the matrix and a few probes.",
+        "Method: factorise the matrix (cholesky), or estimate from matrix-vector products (the "
+        "others). auto chooses by the size of the matrix and a few probes.",
     )
     products: int = option(1500, "Maximum number of matrix-vector products.")
     floor: float | None = option(
-        None, "Lower bound (> 0) of the smallest eigenvalue, if known. It narrows the error bars."
+        None,
+        "Positive lower bound of the smallest eigenvalue, if known. It narrows the error bars.",
     )
     rtol: float | None = option(
         None,

@@ -1,4 +1,4 @@
-"""Curvature of networks: a risk at a point, and its Hessian, Gauss-Newton and Fisher matrices."""
+"""Curvature of networks: the Hessian, Gauss-Newton and Fisher matrices of a :class:`Risk`."""
 
 import ritz.curvature._exact  # noqa: F401 - registers the rules of exact diagonals and traces
 from ritz.curvature._layers import block_diagonal, kfac

@@ -560,7 +560,8 @@ class Adapter(nn.Module):
             raise TypeError("loss_fn must be passed for batches of (inputs, target), got None")
         pair = isinstance(batch, tuple | list) and len(batch) > 1
         if not (pair or (named and "labels" in batch)):
-            got = f"the keys {sorted(batch)}" if named else type(batch).__name__
+            kind = "inputs alone" if isinstance(batch, tuple | list) else type(batch).__name__
+            got = f"the keys {sorted(batch)}" if named else kind
             raise TypeError(
                 "a batch must be (inputs, target) or a dictionary with 'labels', "
                 f"got {got}: {FORWARD}"

@@ -267,7 +267,7 @@ class Risk:
             return self._changed(theta=theta.detach().clone(), shared=self.shared)
 
     def moved(self, data: Any = None, *, batch_size: int | None = None) -> "Risk":
-        """Return the risk at the present weights of the model, on the same or on other data.
+        """Return the risk at the current weights of the model, on the same or on other data.
 
         It costs a copy of the weights and buffers: the model is not evaluated, as it is when a risk
         is created. With ``op.at(risk.moved(batch))`` nothing is traced again either. The parameters

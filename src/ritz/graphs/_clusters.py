@@ -64,7 +64,7 @@ class ClusterCount(HasStatus):
         missed: Estimated number of eigenvalues that block Krylov missed.
         certified: Whether the count is exact: the entropic and the Krylov count agree and no
             eigenvalue was missed, or all eigenvalues were computed.
-        reason: Why there is no count, or only that of the components.
+        reason: Why the count is missing, or is only the number of components.
         num_nodes: Vertices of the graph.
         num_components: Connected components, including isolated vertices: eigenvalues 0.
         method: How it was counted.
@@ -544,8 +544,8 @@ def _sampled_gap(sampled: Sampled, first: Gap, null: NullSpace) -> Gap:
 def _whole(facts: dict[str, Any]) -> ClusterCount:
     high = facts["gap"][1]
     reason = (
-        "no gap between clusters: the graph is connected, and its eigenvalues above 0, from "
-        f"{high:.3g} on, have no clear gap"
+        "no gap between clusters: the graph is connected, and no clear gap separates its smallest "
+        f"eigenvalues above 0 (the first is {high:.3g}) from the others"
     )
     return _no_count(reason, facts, Status(outcome="completed", message="the graph is one cluster"))
 

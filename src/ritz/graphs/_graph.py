@@ -86,7 +86,7 @@ class Graph:
         names: Names of the vertices in the source, integers ``(num_nodes,)`` or strings; ``None``
             if vertex ``i`` is called ``i``.
         num_loops: Number of entries of the diagonal.
-        intake: How the graph was made.
+        intake: How the graph was read or generated.
     """
 
     crow: Tensor

@@ -104,6 +104,12 @@ _MEASURES: dict[str, tuple[_Features, Callable[[Tensor, Tensor], Tensor]]] = {
     "wasserstein": (_masses, _wasserstein),
     "heat": (_heat_traces, _root_mean_square),
 }
+_TITLES = {
+    "symmetric_kl": "Symmetric Kullback-Leibler divergence",
+    "jensen_shannon": "Jensen-Shannon divergence",
+    "wasserstein": "Wasserstein distance",
+    "heat": "Distance between heat traces",
+}
 
 # ------------------------------------------------------------------------------------------
 # How alike graphs are.
@@ -135,8 +141,10 @@ class Similarity:
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.names)
-        title = f"{self.measure.replace('_', ' ')} between {len(self.names)} graphs"
-        lines = [f"{title}, largest standard error {float(self.stderr.max()):.2g}"]
+        error = float(self.stderr.max())
+        sampled = f"; largest standard error {error:.2g}" if error else ""
+        title = _TITLES[self.measure]
+        lines = [f"{title} between the spectra of {len(self.names)} graphs{sampled}"]
         for name, row in zip(self.names, self.matrix.tolist(), strict=True):
             lines.append(f"  {name:{width}}" + "".join(f"{value + 0.0:>9.3g}" for value in row))
         return "\n".join(lines)

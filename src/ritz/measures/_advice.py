@@ -78,7 +78,7 @@ NAMES = {
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    r"""What the curvature and its noise say about batch size, learning rate and damping.
+    r"""Predicted curvature, learning rates and damping for each batch size, made by :func:`advise`.
 
     Arrays have one entry per batch size, ``(S,)``. Learning rates are those of the optimiser as
     torch writes it. Every figure is an :class:`Estimate`; one that is not known is NaN, and its
@@ -98,7 +98,7 @@ class Advice:
             standard deviations above the mean. For Adam without ``state``, the square-root rule.
         damping: Least damping per unit of learning rate, with the noise along the leading
             eigenvector.
-        damping_papers: The same of the papers, with homogeneous noise along all outliers.
+        damping_papers: The same by the formula of the papers: homogeneous noise along all outliers.
         ratio: Ratio :math:`R` of learning rates along flat and sharp directions at this damping.
         exponent: Exponent :math:`e` with which the predicted edge grows, as :math:`B^e`, from this
             batch size to the next; beyond the last the local one of
@@ -106,13 +106,14 @@ class Advice:
         exponent_additive: Local exponent of the additive model with homogeneous noise.
         exponent_multiplicative: Local exponent of the multiplicative model.
         changes_at: Batch sizes at which the rule changes: of the three models, ``(3,)``.
-        trainable: Largest learning rate that a short training stands; ``None`` if not tried.
+        trainable: Largest learning rate at which short trainings do not diverge; ``None`` without
+            ``verify``.
         known: Batch size and learning rate of an earlier training, or ``None``.
         sentences: One sentence of advice per batch size.
-        warnings: Where the model that all this rests on is doubtful.
-        cost: Work in gradients of the data, from the numbers of products, gradients and losses.
+        warnings: Reasons to doubt the assumptions of the predictions.
+        cost: Cost in gradients of the data, counted from products, gradients and losses.
         loss: The loss.
-        seed: Seed of everything random.
+        seed: Seed of all random numbers.
     """
 
     batch_sizes: tuple[int, ...]
@@ -218,7 +219,7 @@ def advise(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Advice:
-    r"""Return advice on batch size, learning rate and damping at the current weights.
+    r"""Predict the largest stable learning rate and the least damping for each batch size.
 
     ============  ==================================================================================
     ``sgd``       edge of local stability :math:`2 / \lambda'_1(B)`

@@ -26,7 +26,7 @@ UNKNOWN: Number = (math.nan, math.nan, math.nan)
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCurve:
-    r"""The largest eigenvalue of the matrix of a batch, over batch sizes.
+    r"""Largest eigenvalue of mini-batch matrices, its spread and overlap, for several batch sizes.
 
     Attributes:
         value: Mean of :math:`\lambda_1` over batches, ``(S,)``.

@@ -71,7 +71,7 @@ class BatchPrediction:
         num_samples: :math:`N`.
         num_parameters: :math:`P`.
         lambda_max: Largest eigenvalue :math:`\lambda_1` of the matrix of all data.
-        variance: :math:`P \sigma^2`, of single samples.
+        variance: :math:`P \sigma^2`, the variance of the matrices of single samples.
         along: :math:`V(\varphi_1)`, the variance along the leading eigenvector.
         bulk: Mean :math:`s` of the eigenvalues outside of the subspace.
         lindeberg: Lindeberg ratio of each batch size, ``(S,)``: the share of the variance of
@@ -81,13 +81,13 @@ class BatchPrediction:
         directional: :math:`\lambda_1 + V(\varphi_1) / (b (\lambda_1 - s))`.
         additive: The additive model of the papers, with homogeneous noise.
         multiplicative: The multiplicative model of the papers; NaN where it does not apply.
-        best: What to trust for each batch size.
+        best: The prediction to use for each batch size.
         num_vectors: Vectors ``k`` of the subspace.
         group_size: Samples per group.
         num_draws: Batches drawn for each size.
         num_products: Number of products with the whole matrix.
-        cost: Work in products with the whole matrix, with the parts of it that went into batches.
-            One product costs about one gradient.
+        cost: Cost in products with the whole matrix, where a product with a batch counts in
+            proportion to its size. One product costs about one gradient.
         seed: Seed of groups, probes and draws.
     """
 
@@ -184,7 +184,7 @@ def batch_prediction(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> BatchPrediction:
-    r"""Return the largest eigenvalue of the matrix of a batch, its spread and its overlap.
+    r"""Predict the largest eigenvalue of mini-batch matrices, its spread and the overlap.
 
     .. math:: \lambda' = \lambda_\text{max}\Big(T + \frac{1}{c^2} \sum_{j \in \text{batch}}
         \frac{S_j}{\lambda' - s - \kappa_j / c}\Big), \quad
@@ -297,7 +297,7 @@ def measured_batches(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> BatchCurve:
-    r"""Return the largest eigenvalue of batches that are really drawn, by Lanczos on each.
+    r"""Measure the largest eigenvalue of drawn batches, by Lanczos on each.
 
     A batch of ``B`` samples needs 12 to 20 products, each ``B/N`` of one with the whole matrix: ten
     batches of 8 of 4,096 samples cost 0.3 products, ten of 2,048 cost 75.

@@ -117,7 +117,7 @@ class RankBound:
 def rank_degeneracy(
     spectra: Spectrum | Sequence[Spectrum], *, matrix: CurvatureMatrix
 ) -> Degeneracy:
-    r"""Return the mass at the origin and its position, with error bars.
+    r"""Estimate the fraction of eigenvalues near zero, with error bars.
 
     .. math:: \mu([a, b]) = \sum_{k \in S} \tau_k \text{ up to } \lambda(a) + \lambda(b)
 

@@ -42,8 +42,8 @@ class BulkEdge:
         lower: Lower edge :math:`\lambda_-` of the bulk, by the weights of Ritz values.
         upper: Upper edge :math:`\lambda_+`.
         noise: Edges of the bulk by the law of the noise, or NaN if the noise is not known.
-        margin: Width of the Tracy-Widom region beyond the edges of the law, with two standard
-            errors of its centre; or NaN.
+        margin: Width of the Tracy-Widom region beyond the edges of the law, including two
+            standard errors of its centre; NaN if the noise is not known.
         crude: :math:`5 \operatorname{tr} H / P`, the papers' rule of thumb.
         outliers: Ritz values outside of bulk and Tracy-Widom region, ascending, ``(r,)``.
         near: Ritz values beyond the bulk, but inside of the Tracy-Widom region, ``(t,)``.
@@ -222,7 +222,7 @@ def _noise_edges(
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientOverlap:
-    r"""Where the gradient points, in the leading eigenvectors.
+    r"""Components of the gradient along the leading eigenvectors, and the curvature along it.
 
     Attributes:
         values: Eigenvalues :math:`\lambda_i`, the largest first, ``(k,)``.

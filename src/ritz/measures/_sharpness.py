@@ -367,7 +367,7 @@ def _probes(count: int) -> str:
         return "one probe (no error bars)"
     # Relative standard deviation of a standard deviation of normal samples: 1 / sqrt(2 (d - 1)).
     share = (2 * (count - 1)) ** -0.5
-    return f"{count} probes (± standard error, accurate to about {share:.0%})"
+    return f"{count} probes (± standard error, itself accurate to {share:.0%})"
 
 
 def _modes(
@@ -485,9 +485,9 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
         "mean eigenvalue": plain_estimate(row.mean_eigenvalue),
         "Frobenius norm": plain_estimate(row.frobenius_norm),
         "negative fraction": plain_estimate(row.negative_mass),
-        "  sign unknown": f"{float(row.negative_mass.truncation):.2g}",
+        "  sign undecided": f"{float(row.negative_mass.truncation):.2g}",
         "fraction near zero": plain_estimate(mass),
-        "  of it in doubt": f"{float(mass.truncation):.2g}",
-        "  in the interval": f"[{low:.2g}, {high:.2g}]",
+        "  undecided": f"{float(mass.truncation):.2g}",
+        "  interval": f"[{low:.2g}, {high:.2g}]",
         "products": f"{row.num_products:,}",
     }

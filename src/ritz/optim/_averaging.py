@@ -129,7 +129,7 @@ class IterateAverage:
         return None if start == NEVER else start
 
     def restart(self) -> None:
-        """Discard the average, if there is one, and begin again with the present weights."""
+        """Discard the average, if there is one, and begin again with the current weights."""
         self._check_not_applied("restart")
         self._resolve()
         self._companions.allocate(self.optimizer)
@@ -425,7 +425,7 @@ class AutoAverage:
     def applied(
         self, model: nn.Module, **statistics: Unpack[StatisticsOptions]
     ) -> AbstractContextManager[nn.Module]:
-        """Put the averaged weights into a model for the block, once averaging has begun.
+        """Put the averaged weights into a model for the ``with`` block, once averaging has begun.
 
         Args:
             model: As in :meth:`IterateAverage.applied`.

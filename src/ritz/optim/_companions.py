@@ -85,7 +85,7 @@ class Companions:
             del self._waiting[p]
 
     def copy_weights(self) -> None:
-        """Set every tensor to the present weights."""
+        """Set every tensor to the current weights."""
         with torch.no_grad():
             for p, tensor in self.tensors.items():
                 tensor.copy_(p)

@@ -30,7 +30,7 @@ REFRESH = {"kfac": 10}  # steps between two factorisations, which cost several s
 
 @final
 class CovarianceNoise:
-    r"""Noise that gives the steps of a large batch the gradient noise of small ones.
+    r"""Adds the gradient noise of a small batch to the steps of a large batch.
 
     .. math:: w \leftarrow w - \alpha\, \text{step}(g) + \alpha
         \sqrt{\frac{M_L - M_S}{M_L M_S}}\; F^{1/2} \xi,
@@ -179,7 +179,7 @@ class CovarianceNoise:
     # For training loops that run the passes themselves.
 
     def begin(self) -> None:
-        """Begin a step: drop what an earlier one, which was not taken, has gathered."""
+        """Begin a step, and discard the noise gathered for a step that was not taken."""
         number, self._begun, self._noise = self.num_steps + 1, True, None
         self._step.begin(number, fresh=(number - 1) % self.refresh == 0 or not self._step.roots)
 
@@ -298,7 +298,7 @@ class CovarianceNoise:
 
 @final
 class NoisySGD(SGD):
-    r"""SGD with :class:`CovarianceNoise`, as published: momentum without the noise.
+    r"""SGD with :class:`CovarianceNoise`, as published: the noise does not enter the momentum.
 
     Call ``optimizer.noise.backward(batch)`` instead of ``loss.backward()``;
     :func:`ritz.training.fit` does. A copy or a pickle has no model and refuses to take steps.

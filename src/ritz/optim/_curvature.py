@@ -19,7 +19,7 @@ _MATRICES = {"hessian": hessian, "ggn": ggn, "fisher": fisher}
 
 @runtime_checkable
 class CurvatureOptimizer(Protocol):
-    """An optimiser that needs the curvature of the loss, now and then or before every step.
+    """Protocol of optimisers that need the curvature of the loss, at intervals or every step.
 
     :func:`ritz.training.fit` calls both methods with the batch of the step, or with a larger
     curvature batch. In your own loop it is one more line::
@@ -48,7 +48,7 @@ class CurvatureOptimizer(Protocol):
         """
 
     def update_curvature(self, risk: Risk) -> None:
-        """Measure what the next steps need.
+        """Measure the curvature that the next steps need.
 
         Args:
             risk: Loss on a batch. If the weights have changed since it was made, it is moved to the
@@ -128,7 +128,7 @@ def settings_of_group(
 
 
 def own_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]:
-    """Return the risk at the present weights in the parameters of an optimiser, and these by name.
+    """Return the risk at the current weights in the parameters of an optimiser, and these by name.
 
     Frozen parameters, and those of other optimisers, are constants.
     """

@@ -134,7 +134,7 @@ class Damping:
         self._op: CurvatureOperator | None = None
 
     def values(self) -> list[float]:
-        """Return the present damping of all groups; empty if there is none."""
+        """Return the current damping of all groups; empty if there is none."""
         groups = self.optimizer.param_groups
         return [float(group["delta"]) for group in groups if "delta" in group]
 
@@ -195,7 +195,7 @@ class Damping:
         initial = []
         for group in self.optimizer.param_groups:
             delta = group.setdefault("initial_delta", float(group["delta"]))
-            # A scheduler has stored it already, or the present value is the initial one.
+            # A scheduler has stored it already, or the current value is the initial one.
             rate = float(group.setdefault("initial_lr", float(group["lr"])))
             if not rate > 0:
                 raise ValueError(f"damping rule 'ratio' needs an initial lr above 0, got {rate}")

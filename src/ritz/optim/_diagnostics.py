@@ -139,7 +139,7 @@ class WeightNorms:
 
 @torch.no_grad()
 def weight_norms(model: nn.Module | Mapping[str, Tensor]) -> WeightNorms:
-    r"""Return :math:`\|\theta\|_2` and :math:`\|\theta\|_\infty`, in all and by parameter tensor.
+    r"""Return :math:`\|\theta\|_2` and :math:`\|\theta\|_\infty`, in total and by tensor.
 
     Computed in float64, so that half-precision weights neither overflow nor lose digits.
 

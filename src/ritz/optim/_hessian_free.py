@@ -133,12 +133,12 @@ class HessianFree(Optimizer):
         return bool(self.param_groups[0]["adapt"])
 
     def curvature_due(self, step: int) -> bool:
-        """Return true: every step solves with the matrix at its own weights."""
+        """Return true: every step needs the matrix at its own weights."""
         return True
 
     @torch.no_grad()
     def update_curvature(self, risk: Risk) -> None:
-        r"""Take the matrix of the next step.
+        r"""Set the matrix for the next step.
 
         Args:
             risk: Loss on the curvature batch, which also measures :math:`\rho`.

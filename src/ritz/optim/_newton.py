@@ -30,7 +30,7 @@ SHARED = ("delta", "eta", "num_steps", "interval", "matrix", "start", "seed")
 
 @final
 class LanczosNewton(Optimizer):
-    r"""Newton steps along the Ritz vectors of a short Lanczos run, damped gradient steps beside it.
+    r"""Damped Newton steps along Ritz vectors, and damped gradient steps orthogonal to them.
 
     .. math::
         w \leftarrow (1 - \alpha\gamma)\, w - \alpha \Big[ \sum_{i=1}^k \Big( \frac{1}
@@ -129,7 +129,7 @@ class LanczosNewton(Optimizer):
 
     @torch.no_grad()
     def update_curvature(self, risk: Risk) -> None:
-        """Measure the Ritz pairs at the present weights, from the last ones.
+        """Measure the Ritz pairs at the current weights, from the last ones.
 
         Args:
             risk: Loss on the curvature batch.

@@ -26,14 +26,15 @@ class StepReading:
         gradient: :math:`u_i^\top g`, ``(k,)``.
         update: :math:`u_i^\top (w_{t+1} - w_t)` without the decay, ``(k,)``.
         decay: :math:`u_i^\top` of the part of the step that is weight decay, ``(k,)``.
-        rates: Effective rates :math:`-\text{update}_i / \text{gradient}_i`, ``(k,)``.
-        flat_rate: The same beside the eigenvectors: of the parts of update and gradient that are
-            orthogonal to all of them, :math:`-\Delta_\perp^\top g_\perp / \|g_\perp\|^2`.
+        rates: Effective learning rates :math:`-\text{update}_i / \text{gradient}_i`, ``(k,)``.
+        flat_rate: Effective learning rate :math:`-\Delta_\perp^\top g_\perp / \|g_\perp\|^2`, from
+            the parts of update and gradient that are orthogonal to all eigenvectors.
         curvature_ratio: Estimated-curvature ratio :math:`R`: ``flat_rate`` over the rate along the
             eigenvector of the largest eigenvalue. 1 for SGD; :math:`(\lambda_1 + \delta)/\delta`
             for a damped Newton step.
         turn: :math:`u_i^\top (\hat w_{t+1} - \hat w_t)` of the directions :math:`\hat w = w/\|w\|`,
-            ``(k,)``: what a network sees of the step if it is invariant to the scale of :math:`w`.
+            ``(k,)``: the part of the step that a network invariant to the scale of
+            :math:`w` responds to.
     """
 
     values: Tensor
@@ -202,7 +203,7 @@ class StepReader:
         return _split_decay(reading, (vectors.T @ coupled).double().cpu())
 
     def note(self) -> None:
-        """Note the present weights, as before a step."""
+        """Note the current weights, as before a step."""
         for p in parameters(self.optimizer):
             if p.requires_grad:
                 self.before[p] = p.detach().clone()

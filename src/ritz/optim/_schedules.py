@@ -67,7 +67,7 @@ def averaging_decay(start: int, *, final: float = 0.5) -> Shape:
 
 
 def held_from(start: int, shape: Shape) -> Shape:
-    """Return a shape that keeps, from a step on, the value that it has there.
+    """Return a shape that is constant from a given step on.
 
     Args:
         start: First step of the constant part.
@@ -175,7 +175,7 @@ class GroupSchedule:
         self._apply()
 
     def get_last_values(self) -> list[float]:
-        """Return the present values of all groups."""
+        """Return the current values of all groups."""
         return [float(group[self.key]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:

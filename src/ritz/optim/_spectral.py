@@ -188,7 +188,7 @@ class SpectralSGD(Optimizer):
 
     @torch.no_grad()
     def update_curvature(self, risk: Risk) -> None:
-        """Set learning rate and momentum from the spectrum at the present weights.
+        """Set learning rate and momentum from the spectrum at the current weights.
 
         Args:
             risk: Loss on the curvature batch.

@@ -114,15 +114,15 @@ def legend(ax: "Axes", *, above: bool = False, **options: Any) -> None:
         ax.legend(**({"loc": "best", "frameon": False, "fontsize": "small"} | options))
 
 
-def share_legend(figure: "Figure") -> None:
-    """Replace the legends of all panels by one above them, with every label once.
+def share_legend(figure: "Figure", axes: "Sequence[Axes] | None" = None) -> None:
+    """Replace the legends of panels, by default of all, by one above them, with every label once.
 
     Ritz values come first, from negative to positive, and then the other labels in the order of the
     panels. The legend has as many columns as fit. For further rows the figure grows, so that the
     panels keep their height.
     """
     entries: dict[str, Any] = {}
-    for ax in figure.axes:
+    for ax in figure.axes if axes is None else axes:
         handles, labels = ax.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
         if (inner := ax.get_legend()) is not None:

@@ -36,8 +36,8 @@ def watched(
     known = watched_names([record for each in records.values() for record in each])
     chosen = list(known if names is None else names)
     if unknown := [name for name in chosen if name not in known]:
-        logged = ", ".join(known) or "nothing: train with ritz train --watch"
-        raise ValueError(f"no {', '.join(unknown)} in the log of a monitor, which has {logged}")
+        logged = ", ".join(known) or "nothing; log quantities with ritz train --watch"
+        raise ValueError(f"{', '.join(unknown)} was not logged by a monitor, which logged {logged}")
     if not chosen:
         raise ValueError("runs must have been watched, got none: train with ritz train --watch")
     columns = min(COLUMNS, len(chosen))

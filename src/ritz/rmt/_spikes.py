@@ -23,7 +23,7 @@ NoiseModel = Literal["samples", "entries"]
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spikes:
-    r"""Outliers of a noisy matrix, as predicted. All tensors have one shape, in float64.
+    r"""Predicted outliers of a noisy matrix. All tensors have one shape, in float64.
 
     Attributes:
         value: Limit of the eigenvalue for large matrices; the edge of the bulk if not detected.
@@ -69,7 +69,7 @@ def additive_spikes(
     size: int | None = None,
     level: float = 0.95,
 ) -> Spikes:
-    r"""Return what symmetric noise makes of outliers :math:`\lambda` of either sign.
+    r"""Predict the outliers of a matrix plus symmetric noise, for :math:`\lambda` of either sign.
 
     .. math:: \lambda' = \lambda + \frac{v}{\theta}, \qquad
         \langle \phi', \phi \rangle^2 = 1 - \frac{v}{\theta^2}, \qquad
@@ -147,7 +147,7 @@ def multiplicative_spikes(
     size: int | None = None,
     level: float = 0.95,
 ) -> Spikes:
-    r"""Return what sampling makes of outliers of a positive semi-definite matrix.
+    r"""Predict the outliers of a positive semi-definite matrix that is estimated from samples.
 
     .. math:: \lambda' = \lambda \Big(1 + \frac q\theta\Big), \qquad
         \langle \phi', \phi \rangle^2 = \frac{1 - q/\theta^2}{1 + q/\theta}, \qquad

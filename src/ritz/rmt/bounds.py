@@ -218,7 +218,7 @@ def probes_needed(size: int, *, condition: float, rtol: float) -> int:
 
 
 def entropy_concentration(num_samples: int, *, degrees: int, level: float = 0.95) -> float:
-    r"""Return how far below its maximum the entropy of observed frequencies lies.
+    r"""Return the gap between the entropy of observed frequencies and its maximum.
 
     .. math:: \Delta S = \frac{\chi^2_d(F)}{2 N}
 

@@ -1,4 +1,4 @@
-"""Spectra from products alone: Lanczos, traces, moments, densities, systems."""
+"""Spectra from matrix-vector products: eigenpairs, densities, traces, log determinants."""
 
 from ritz._core.density import Density
 from ritz.spectra._cg import NotPositiveDefiniteError, solve

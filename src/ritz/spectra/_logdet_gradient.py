@@ -305,7 +305,7 @@ def attach_gradient(
 ) -> Estimate:
     """Return a log determinant whose mean is differentiable in the parameters of a kernel operator.
 
-    The backward pass estimates the gradient with random probes, from the present state of the
+    The backward pass estimates the gradient with random probes, from the current state of the
     generator. Without parameters that require gradients, the estimate is returned unchanged.
 
     Args:

@@ -91,7 +91,7 @@ def configure(config: C | type[C], overrides: Mapping[str, str]) -> C:
     base = config() if isinstance(config, type) else config
     kinds = typing.get_type_hints(type(base))
     # A registry suggests similar names for an unknown one.
-    fields = Registry[Any]("field of the configuration")
+    fields = Registry[Any]("option of the study")
     for field in dataclasses.fields(base):  # type: ignore[arg-type]
         fields.register(field.name)(kinds[field.name])
     values = {name: _parse(name, text, fields[name]) for name, text in overrides.items()}

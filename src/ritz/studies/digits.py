@@ -93,9 +93,12 @@ class Result(StudyResult[Config]):
     folded: float
 
     def __str__(self) -> str:
-        last = f"largest eigenvalue after calibration and batch-norm folding: {self.folded:.4g}"
-        parts = (self.training, self.sharpness, self.landscape, self.temperature, last)
-        return "\n".join(map(str, parts))
+        calibrated = (
+            f"Calibration: {self.temperature}\n"
+            f"Largest eigenvalue after calibration and batch-norm folding: {self.folded:.4g}"
+        )
+        parts = (self.training, self.sharpness, self.landscape, calibrated)
+        return "\n\n".join(map(str, parts))
 
 
 def network() -> nn.Module:

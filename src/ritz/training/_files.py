@@ -30,7 +30,7 @@ FilePath = str | os.PathLike[str]
 
 
 class CheckpointError(OSError):
-    """A file of a run cannot be written; the message says why and what is left."""
+    """A file of a run cannot be written. The message says why, and what remains."""
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class Run:
             settings=self.config.fingerprint() | self.classes, beginning=self._generators.states()
         )
         self._saved, self._labels_checked = time.monotonic(), False
-        self._work = 0, 0, time.perf_counter()  # steps, samples and start of the present epoch
+        self._work = 0, 0, time.perf_counter()  # steps, samples and start of the current epoch
         self._log: Log | None = None
         self._times: Log | None = None
         if self.log is not None:  # before files of an earlier run are removed

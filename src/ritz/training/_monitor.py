@@ -155,7 +155,7 @@ class CurvatureMonitor:
         return frozenset(part for name in self.names for part in QUANTITIES[name].parts)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Begin with a training: note the initial weights, and those before each step, if needed.
+        """Attach to a training run: store the initial weights, and those before a step if needed.
 
         Nothing is left of a training before, so that one monitor may watch several in turn.
         """

@@ -70,10 +70,10 @@ class TrainingResult:
     status: TrainingStatus
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.num_epochs} epochs, {self.num_steps} steps in {self.seconds:.1f} s; "
-            f"{self.status}"
-        ]
+        status, done = self.status, f"{self.num_epochs} epochs, {self.num_steps} steps"
+        # The message of a completed run is the number of its epochs and steps.
+        why = "" if status.outcome == "completed" else str(status).removeprefix(status.outcome)
+        lines = [f"Training {status.outcome}: {done} in {self.seconds:.1f} s{why}"]
         width = max((len(name) for name in self.metrics), default=0)
         lines += [f"  {name:<{width}}  {value:.6g}" for name, value in self.metrics.items()]
         return "\n".join(lines)

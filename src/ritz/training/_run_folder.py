@@ -278,7 +278,10 @@ def measured_risk(
     """
     source = getattr(parts, split)
     if source is None:
-        raise ValueError(f"split must be a part that the data have, got {split!r}")
+        have = [
+            name for name in ("train", "validation", "test") if getattr(parts, name) is not None
+        ]
+        raise ValueError(f"split must be a part of the data, {' or '.join(have)}, got {split!r}")
     chosen = source if num_samples is None else limited(source, num_samples, seed=seed)
     data, options = measurable(chosen, batch_size)
     with torch.random.fork_rng(devices=[]):  # a loader may shuffle with the global generator

@@ -61,8 +61,8 @@ class SweepResult:
             :class:`TrainingStatus`, or empty if it was not begun.
         metric: The metric by which points are compared; empty if no run has one.
         best: The options with the best mean of this metric over the seeds.
-        tied: Options which the seeds do not tell from the best: the 95 % interval of the mean
-            difference between runs with the same seed holds zero.
+        tied: Options that do not differ significantly from the best: the 95 % interval of the mean
+            difference between runs with the same seed contains zero.
         folder: Folder of the runs, one folder each, or ``None``.
         settings: The other options of training in plain values.
         status: Whether all runs have ended.
@@ -157,10 +157,10 @@ def _legend(result: SweepResult) -> list[str]:
     if n == 1:
         lines.append("One seed: differences may be chance.")
     elif result.tied:
-        lines.append("Tied: the 95 % interval of the mean difference from the best holds zero.")
+        lines.append("Tied: the 95 % interval of the mean difference from the best contains zero.")
     if "test_" in result.metric:
-        lines.append("A choice by test data makes their result look better than it is: validation "
-                     "data avoid that.")  # fmt: skip
+        lines.append("The best was chosen on the test data, so its test result is optimistic: pass "
+                     "validation data.")  # fmt: skip
     return ["", *lines]
 
 
@@ -249,8 +249,9 @@ def _option_name(word: str, names: Iterable[str]) -> str:
         raise ValueError("grid must not have seed: pass seeds=[0,1,2] (--seeds 0,1,2)")
     if name not in known and name not in aliases:
         raise ValueError(
-            f"grid must have options of training, got {word!r}; {suggest(name, known)} Settings of "
-            "the optimiser, the model and the data are optimizer.NAME, model.NAME and data.NAME"
+            f"grid must have options of training, got {word!r}; {suggest(name, sorted(known))} "
+            "Settings of the optimiser, the model and the data are optimizer.NAME, model.NAME and "
+            "data.NAME"
         )
     return name if name in known else aliases[name]
 

@@ -160,7 +160,7 @@ class Watched:
     Args:
         settings: The monitor.
         memory: What is left of earlier measurements.
-        risk: The loss on the watched samples, at the present weights.
+        risk: The loss on the watched samples, at the current weights.
         op: Its curvature.
         optimizer: The optimiser that trains the model, or ``None``.
     """

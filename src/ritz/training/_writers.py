@@ -37,7 +37,7 @@ def _tag(name: str) -> str:
 
 @final
 class WandbWriter:
-    """Writes to a run of Weights & Biases, which may be offline.
+    """Writes the numbers of a monitor to a Weights & Biases run, online or offline.
 
     An instance is a ``writer=`` of :func:`fit` or, in your own loop, of :class:`CurvatureMonitor`.
     Steps must not decrease within a run, so pass ``step=`` as well where you log your own numbers.
@@ -56,7 +56,7 @@ class WandbWriter:
 
 @final
 class MlflowWriter:
-    """Writes to a run of MLflow.
+    """Writes the numbers of a monitor to an MLflow run.
 
     An instance is a ``writer=`` of :func:`fit` or, in your own loop, of :class:`CurvatureMonitor`.
 

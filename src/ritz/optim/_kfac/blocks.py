@@ -261,7 +261,7 @@ class Block(ABC):
 
     @abstractmethod
     def decomposed(self, delta: float) -> Tensors:
-        """Return the inverse of the present averages."""
+        """Return the inverse of the current averages."""
 
     @abstractmethod
     def blank(self) -> Tensors:

@@ -134,7 +134,7 @@ class KFAC(Optimizer):
 
     @property
     def plain(self) -> dict[str, str]:
-        """Layers that have the plain gradient, by name, and why."""
+        """Layers whose gradients are not preconditioned, by name, with the reason."""
         return dict(self._attached().plain)
 
     def observe(self, outputs: Tensor, target: Any, loss_fn: Any) -> None:
@@ -151,7 +151,7 @@ class KFAC(Optimizer):
         self._attached().observe(outputs, target, loss_fn)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, and what was captured with them."""
+        """Clear the gradients and the captured curvature."""
         super().zero_grad(set_to_none)
         self._attached().discard()
 
@@ -281,7 +281,7 @@ class KFACPreconditioner:
 
     @property
     def plain(self) -> dict[str, str]:
-        """Layers that have the plain gradient, by name, and why."""
+        """Layers whose gradients are not preconditioned, by name, with the reason."""
         return dict(self.curvature.plain)
 
     def observe(self, outputs: Tensor, target: Any, loss_fn: Any) -> None:
@@ -293,7 +293,7 @@ class KFACPreconditioner:
         return self.curvature.paused()
 
     def remove(self) -> None:
-        """Remove all hooks: the optimiser takes its own steps again."""
+        """Remove all hooks, so that steps are no longer preconditioned."""
         self.curvature.remove()
         for handle in self._handles:
             handle.remove()

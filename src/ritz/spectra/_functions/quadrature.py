@@ -431,7 +431,7 @@ class Sampler:
             truncation=self.dimension * forms.truncation + self.error,
             num_products=self.spent + used,
             method=f"{self.label}{len(samples)} probes x {spaces.matrices.shape[1]} steps"
-            + ", controlled by the trace" * control,
+            + ", with the exact trace as control variate" * control,
             seed=self.budget.generator.initial_seed(),
         )
         if control:  # the slope took a degree of freedom

@@ -102,7 +102,7 @@ class Eigenpairs(LanczosResult):
     def __str__(self) -> str:
         lines = [
             f"{len(self.values)} extreme eigenvalues of {self.operator}",
-            f"  {self.num_products} products; {self.status}",
+            f"  {self.status}",
             f"  {'value':>14}  {'residual':>9}",
         ]
         pairs = zip(self.values.flip(0), self.residuals.flip(0), strict=True)
@@ -309,7 +309,7 @@ class _Search:
     def __init__(self, goal: _Goal, saved: SavedRuns, seed: int, *, random: bool = True) -> None:
         self.op, self.goal, self.saved, self.seed = saved.op, goal, saved, seed
         self.run = saved.runs[0]
-        # "doubt" is the logarithm of the probability that the start vectors before the present one
+        # "doubt" is the logarithm of the probability that the start vectors before the current one
         # all missed an eigenvalue.
         self.progress: dict[str, Any] = {
             "spent": 0,
@@ -415,7 +415,7 @@ class _Search:
         return edges
 
     def _hidden(self, edges: dict[int, float]) -> bool:
-        """Return whether the present start vector cannot have found all pairs beyond the edges.
+        """Return whether the current start vector cannot have found all pairs beyond the edges.
 
         It finds one eigenvector of each eigenvalue. Copies of a value at the edge itself do not
         matter.
@@ -535,7 +535,7 @@ class Bounds(HasStatus):
 
     def __str__(self) -> str:
         kind = "certainly" if self.rigorous else "almost certainly"
-        interval = f"[{self.low:.6g}, {self.high:.6g}] {kind} holds the spectrum"
+        interval = f"[{self.low:.6g}, {self.high:.6g}] {kind} contains the spectrum"
         return f"{interval} ({self.method}; {self.status})"
 
 
@@ -559,8 +559,8 @@ def bounds(
         op: Symmetric :math:`A`, ``(n, n)``.
         method: See above.
         rtol: Margin, relative to the norm.
-        max_steps: Maximum number of products; 20 to 60 are usual. The interval holds the spectrum
-            even if it is too wide then.
+        max_steps: Maximum number of products; 20 to 60 are usual. At this number the
+            interval still contains the spectrum, but may be wide.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 

@@ -14,7 +14,7 @@ from ritz._core.distributed import Group, all_min
 from ritz._core.journal import ADVICE, Journal, Vectors
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
-from ritz._core.results import HasStatus, Status
+from ritz._core.results import HasStatus, Status, format_uncertain
 from ritz._core.sampling import draw_probes
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
@@ -267,18 +267,20 @@ def _totals(spectrum: Spectrum) -> list[str]:
 
     def mass(chosen: Any) -> str:
         share = float(weights[chosen].sum())
-        return f"{share:.3g} ± {(2 * share / n) ** 0.5:.1g}"
+        return format_uncertain(share, (2 * share / n) ** 0.5)
 
     nearest = float(values[values.abs().argmin()])
     # Values within roundoff of each other are one: a closed Krylov space repeats them.
     there = (values - nearest).abs() <= 2 * spectrum.roundoff
     low, high = negative_values(spectrum)
-    undecided = f", undecided {mass(high & ~low)}" if bool((high & ~low).any()) else ""
+    undecided = f", sign undecided {mass(high & ~low)}" if bool((high & ~low).any()) else ""
     return [
-        f"  trace {n * first:.5g} ± {(2**0.5) * norm:.2g}, Frobenius norm {norm:.5g} ± "
-        f"{spread:.2g}, {bound}",
-        f"  mass nearest zero {mass(there)} at {nearest:.2g}, negative mass "
-        f"{mass(low)}{undecided} (errors of one probe)",
+        # The Frobenius norm has all its digits: rounded to its error it may be below the bound.
+        f"  trace {format_uncertain(n * first, 2**0.5 * norm)}, "
+        f"Frobenius norm {norm:.5g} ± {spread:.2g}, {bound}",
+        f"  negative mass {mass(low)}{undecided}, mass nearest to zero {mass(there)} "
+        f"at {nearest:.2g}",
+        "  ± is the standard error of an estimate from one start vector",
     ]
 
 
