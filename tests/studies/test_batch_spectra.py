@@ -107,7 +107,25 @@ def test_the_table_says_what_to_trust(result):
     rows = batch_spectra.evidence(result)
     assert [row.verdict for row in rows[:2]] == ["extends", "extends"]
     assert "additive prediction" in rows[2].what
-    assert "8: -" in rows[2].measured  # too low for batches of 8
+    assert rows[2].measured.startswith("8: -")  # too low for batches of 8
+    for row in rows:
+        assert max(map(len, (row.where, row.what, row.published, row.measured))) <= 110, row
+
+
+def test_a_claim_names_the_largest_deviation_of_all_networks(result):
+    def twice(table, dim):
+        return torch.cat([table, table], dim)
+
+    # The second network is measured at twice, and predicted at once the value.
+    measured, predicted = twice(result.measured, 1), twice(result.predicted, 2)
+    measured[0] = 1.0
+    predicted[0, 0], predicted[0, 0, 1] = 1.0, 0.5
+    both = replace(
+        result, config=replace(SMALL, networks=("logistic", "mlp")), measured=measured,
+        errors=twice(result.errors, 1), predicted=predicted,
+        lambda_max=torch.ones_like(twice(result.lambda_max, 0)),
+    )  # fmt: skip
+    assert batch_spectra._claim(both, 0).measured == "8: -50%, 50: -50%"
 
 
 def test_the_spectra_are_those_of_all_data_and_of_the_batch(result):
@@ -136,7 +154,7 @@ def test_a_wider_spectrum_of_a_batch_is_evidence(result):
     full = result.spectra["logistic, hessian"]["all data"]
     pair = {"all data": full, "a batch": replace(full, values=1.5 * full.values)}
     (row,) = batch_spectra._broadening(replace(result, spectra={"logistic, hessian": pair}))
-    assert row.measured == "largest 1.50; second 1.50; bulk 1.50"
+    assert row.measured == "largest 1.50, second 1.50, bulk 1.50"
     assert row.verdict == "agrees"
     pair = {"all data": pair["a batch"], "a batch": full}
     (row,) = batch_spectra._broadening(replace(result, spectra={"logistic, hessian": pair}))

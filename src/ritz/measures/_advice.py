@@ -1,10 +1,10 @@
 """``advise``: batch size, learning rate and damping, from the curvature and its noise."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from textwrap import wrap
 from typing import Any
 
@@ -22,7 +22,7 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, check_risk
 from ritz.measures._advice_figures import Figures, trials, unknown
-from ritz.measures._batches import BatchPrediction, batch_prediction, homogeneity
+from ritz.measures._batches import BatchPrediction, batch_prediction, bracketed, homogeneity
 from ritz.measures._gradient_noise import GradientNoise, noise_of
 from ritz.measures._noise import check_batch_sizes, check_groups
 from ritz.measures._outliers import BulkEdge, bulk_edge
@@ -395,8 +395,9 @@ def _regime(advice: Advice, index: int) -> str:
         return "not known"
     # For SGD, with lambda' = lambda (1 + x), it is x / (1 + x), the exponent of the scaling rule.
     # With momentum noise counts more: by how much it lowers the edge of all data.
-    stable = partial(stable_rate, optimizer=advice.optimizer, momentum=advice.momentum)
-    share, (low, high) = 1 - float(stable(value, full=top) / stable(top)), TUNING.shares
+    update: Any = {"optimizer": advice.optimizer, "momentum": advice.momentum}
+    left = stable_rate(value, full=top, **update) / stable_rate(top, **update)
+    share, (low, high) = 1 - float(left), TUNING.shares
     return "noise" if share > high else "curvature" if share < low else "both"
 
 
@@ -552,14 +553,21 @@ def _curvature_table(advice: Advice) -> list[str]:
             _text(p.best.spread, i),
             _text(p.best.overlap, i),
             p.best.source[i],
-            _text(p.directional.value, i),
-            _text(p.additive.value, i),
-            _text(p.multiplicative.value, i),
+            *(_model(p, name, i) for name in ("directional", "additive", "multiplicative")),
         ]
         for i, size in enumerate(p.batch_sizes)
     ]
     titles = ("batch", "lambda_1", "spread", "overlap", "by", "directional", "additive", "multipl.")
     return _table(titles, rows)
+
+
+def _model(prediction: BatchPrediction, name: str, place: int) -> str:
+    """Return the value of a model: in brackets and without an interval if it is out of range."""
+    value = getattr(prediction, name).value
+    if prediction.trusted[name][place]:
+        return _text(value, place)
+    mean = float(value.mean[place])
+    return bracketed(prediction, name, place, f"{mean:.3g}" if math.isfinite(mean) else "-")
 
 
 def _rate_table(advice: Advice) -> list[str]:
@@ -598,12 +606,15 @@ def _notes(advice: Advice) -> list[str]:
     changes = [_text(advice.changes_at, i) for i in range(3)]
     if math.isfinite(float(advice.changes_at.mean[0])):
         scaling = (
-            "Noise along the leading eigenvector and curvature are equal at a batch of "
-            f"{changes[0]}: well below it the edge grows with the batch, well above it hardly; in "
-            f"the papers' models this changes at {changes[1]} (additive) and {changes[2]} "
-            f"(multiplicative). {scaling}"
+            f"The noise along the leading eigenvector halves the edge at a batch of {changes[0]}: "
+            "well below it the edge grows with the batch, well above it hardly; in the papers' "
+            f"models this changes at {changes[1]} (additive) and {changes[2]} (multiplicative). "
+            f"{scaling}"
         )
     lines += ["", *_wrapped("", scaling)]
+    brackets = "In brackets: outside of the range of the model. Trust lambda_1."
+    if not all(itertools.chain(*advice.prediction.trusted.values())):
+        lines += _wrapped("", brackets)
     ratio = homogeneity(advice.prediction)
     if not is_below(ratio, TUNING.homogeneous):
         note = f"V(phi_1) is {ratio:.2g} times P sigma^2, which the additive model takes for equal."

@@ -8,6 +8,7 @@ import numpy as np
 from ritz._core.results import Estimate
 from ritz.measures import Advice, BatchCurve
 from ritz.plots import _style as style
+from ritz.plots._batches import prediction_line
 from ritz.plots._plot import plot
 from ritz.plots._series import as_array, check_drawn
 from ritz.plots._style import STYLE, Axes, Figure
@@ -19,10 +20,10 @@ TITLES = {"sgd": "SGD", "momentum": "SGD", "nesterov": "Nesterov", "adam": "Adam
 def advice(advice: Advice, *, axes: "Sequence[Axes] | None" = None) -> list["Axes"]:
     r"""Draw predicted curvature and learning rates over batch sizes, and return the axes.
 
-    The first panel shows the largest eigenvalue of batches with its spread and the papers' models;
-    the second the edge of local stability, the recommended learning rate, what trials stand and
-    your own. Adam and K-FAC have a third panel, the least damping per unit of learning rate. Bars
-    are 95 % intervals.
+    The first panel shows the largest eigenvalue of batches with its spread and the other models,
+    dotted and in brackets where they are not to be trusted; the second the edge of local stability,
+    the recommended learning rate, what trials stand and your own. Adam and K-FAC have a third
+    panel, the least damping per unit of learning rate. Bars are 95 % intervals.
 
     Args:
         advice: Result of :func:`ritz.advise`.
@@ -56,8 +57,8 @@ def _draw_curvature(ax: "Axes", advice: Advice) -> None:
     }
     for index, (name, curve) in enumerate(others.items(), start=1):
         if np.isfinite(as_array(curve.value.mean)).any():
-            style.line(ax, sizes, as_array(curve.value.mean), style.series_look(index)[0], name,
-                       linestyle="--")  # fmt: skip
+            colour = style.series_look(index)[0]
+            prediction_line(ax, prediction, name, as_array(curve.value.mean), colour)
     ax.axhline(float(prediction.lambda_max), linestyle=":", label="all data", **style.REFERENCE)
     ax.set_ylabel(r"largest eigenvalue $\lambda_1$ of a batch")
     style.set_title(ax, style.result_title(prediction))

@@ -37,7 +37,7 @@ def _draw_curves(ax: "Axes", result: BatchPrediction, quantity: str) -> None:
         values = as_array(getattr(getattr(result, name), quantity).mean)
         # A model that does not apply has no line.
         if np.isfinite(values).any():
-            style.line(ax, sizes, values, STYLE.palette[index], name, linestyle="--")
+            prediction_line(ax, result, name, values, STYLE.palette[index])
     estimate = getattr(result.best, quantity)
     mean, error = as_array(estimate.mean), np.nan_to_num(as_array(estimate.error()))
     if quantity == "value":
@@ -47,6 +47,18 @@ def _draw_curves(ax: "Axes", result: BatchPrediction, quantity: str) -> None:
         style.band(ax, np.array(sizes, dtype=np.float64), low, mean + spread)
         ax.axhline(float(result.lambda_max), linestyle=":", label="all data", **style.REFERENCE)
     style.bars(ax, sizes, mean, yerr=error, fmt="o-", linewidth=STYLE.line, label="best, 95 %")
+
+
+def prediction_line(
+    ax: "Axes", result: BatchPrediction, name: str, values: np.ndarray[Any, Any], colour: str
+) -> None:
+    """Draw a prediction over batch sizes: dashed, and faint where it is not to be trusted."""
+    trusted = np.array(result.trusted[name])
+    style.line(ax, result.batch_sizes, values, colour, None if trusted.any() else f"({name})",
+               linestyle=":", marker="", alpha=0.6)  # fmt: skip
+    if trusted.any():
+        shown = np.where(trusted, values, np.nan)
+        style.line(ax, result.batch_sizes, shown, colour, name, linestyle="--")
 
 
 @draw.register(BulkEdge)

@@ -180,8 +180,8 @@ def run(
     # One configuration per seed, and two kinds of cells: limits of a network at a point, and
     # trainings by a rule.
     runs = [replace(config, seed=config.seed + i) for i in range(config.num_seeds)]
-    limited = list(product(runs, config.networks, POINTS))
-    trained = list(product(runs, OPTIMIZERS, RULES, config.batch_sizes))
+    limited: list[tuple[Any, ...]] = list(product(runs, config.networks, POINTS))
+    trained: list[tuple[Any, ...]] = list(product(runs, OPTIMIZERS, RULES, config.batch_sizes))
     load = cache(partial(load_pooled, device=device))
 
     def compute(cell: tuple[Any, ...]) -> Tensor:
@@ -189,8 +189,7 @@ def run(
         train, test = load(run)
         return _limits(run, train, *place) if len(place) == 2 else _scores(run, train, test, *place)
 
-    cells = {f"{run.seed}, {', '.join(map(str, place))}": (run, *place)
-             for run, *place in (*limited, *trained)}  # fmt: skip
+    cells = {", ".join(map(str, (cell[0].seed, *cell[1:]))): cell for cell in (*limited, *trained)}
     parts = list(
         compute_cells(
             compute, cells, "networks and trainings", config=config, state=state, progress=progress
