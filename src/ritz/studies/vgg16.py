@@ -19,6 +19,7 @@ and momentum.
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,6 +74,7 @@ class Config:
         num_train: Training images; ``None`` is all.
         adaptive_rate: Factor on the learning rates of AdamW and Gadam, which are too small for
             short runs.
+        augment: Whether training images are cropped and flipped at random.
         precision: Precision of training.
         measured: Training images from which the Hessian is computed; 0 to leave it out.
         num_steps: Lanczos steps.
@@ -91,6 +93,8 @@ class Config:
     dataset: str = "cifar100"
     num_train: int | None = 10_000
     adaptive_rate: float = 4.0
+    # Short runs on few images do not fit them, even without.
+    augment: bool = False
     precision: TrainingPrecision = "float32"
     measured: int = 150
     num_steps: int = 20
@@ -128,7 +132,7 @@ SIZES = {
     ),
     "paper": Config(
         methods=tuple(METHODS), num_epochs=300, model="vgg16_bn", width=None, num_train=None,
-        adaptive_rate=1.0, precision="bfloat16", measured=2000, num_steps=100,
+        adaptive_rate=1.0, augment=True, precision="bfloat16", measured=2000, num_steps=100,
         epochs=(25, 100, 200),
     ),
 }  # fmt: skip
@@ -411,11 +415,10 @@ def _train(config: Config, name: str, seed: int, folder: Path) -> None:
         generator=seeded(seed), device=device, **width,
     )  # fmt: skip
     if not trained:
-        # Augmented by crops and flips, as fit does for this data set by default.
         training.fit(
-            model, train, test=images.test, num_epochs=config.num_epochs, batch_size=128,
-            schedule="linear", precision=config.precision, seed=seed, evaluate_every=25,
-            checkpoint=folder, log=folder / "log.jsonl", progress=True, top_k=5,
+            model, replace(images, train=train), num_epochs=config.num_epochs, batch_size=128,
+            augment=config.augment, schedule="linear", precision=config.precision, seed=seed,
+            evaluate_every=25, checkpoint=folder, log=folder / "log.jsonl", progress=True, top_k=5,
             keep=config.epochs, **_options(config, name),
         )  # fmt: skip
     for point, path in missing.items():
