@@ -6,9 +6,10 @@
 #   benchmarks/cifar100.sh FOLDER_OF_DATA_SETS OUT sgd|gadamx [SEED]
 #
 # Seed 0 is written to OUT/sgd or OUT/gadamx. Other seeds are written to OUT/sgd-1 and so on, and are
-# only trained. The pictures in docs/images were made with --lr 0.05 for SGD. The paper does not state the weight decay of GadamX: 2.5e-3 times its learning rate
-# equals the decay 5e-4 of SGD with its learning rate and momentum. For a short test, set the
-# variables MODEL, DATA, EPOCHS, START, SAMPLES and PRECISION.
+# only trained. The pictures in docs/images were made with --lr 0.05 for SGD. The paper does not state
+# the weight decay of GadamX: 2.5e-3 times its learning rate equals the decay 5e-4 of SGD with its
+# learning rate and momentum. For a short test, set the variables MODEL, DATA, EPOCHS, START, SAMPLES
+# and PRECISION. The study vgg16 has the other optimisers of the table.
 set -eu
 data=$1 name=$3 seed=${4:-0}
 out=$2/$name

@@ -7,6 +7,7 @@ Trainings here are plain loops at a constant learning rate. Studies of the train
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,6 +43,25 @@ def initial_network(name: str, config: Any, train: Samples) -> nn.Module:
         torch.default_generator.manual_seed(config.seed)
         model = models.create(name, input_shape=shape, num_classes=classes, **NARROW.get(name, {}))
     return model.to(train[0].device)
+
+
+def small_network(
+    images: Any, width: int, generator: torch.Generator, *, batch_norm: bool = True
+) -> nn.Sequential:
+    """Return three convolutions, with batch norm or not, each of which halves the image."""
+    channels, layers = [images.shape[0], width, 2 * width, 4 * width], list[nn.Module]()
+    for before, after in pairwise(channels):
+        layers.append(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=not batch_norm))
+        layers += [nn.BatchNorm2d(after), nn.ReLU()] if batch_norm else [nn.ReLU()]
+    head = nn.Linear(channels[-1], images.num_classes)
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            # Not from the global generator; variance 2 / fan-in keeps the scale of ReLU layers.
+            nn.init.kaiming_normal_(layer.weight, generator=generator)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    return model
 
 
 def trained_network(name: str, config: Any, train: Samples) -> nn.Module:

@@ -10,7 +10,6 @@ averages the predictions of the networks of all seeds, an iterate average the we
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -29,7 +28,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
-from ritz.studies._training import with_wrong_labels
+from ritz.studies._training import small_network, with_wrong_labels
 
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 5e-4}
 # The best of five pairs of learning rate and decay, by the held-out error of another seed.
@@ -340,22 +339,3 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
         # Probabilities, which an ensemble averages.
         outputs = model(inputs).softmax(1).double().flatten()
     return torch.cat([torch.tensor(numbers, dtype=torch.float64), outputs])
-
-
-def small_network(
-    images: Any, width: int, generator: torch.Generator, *, batch_norm: bool = True
-) -> nn.Sequential:
-    """Return three convolutions, with batch norm or not, each of which halves the image."""
-    channels, layers = [images.shape[0], width, 2 * width, 4 * width], list[nn.Module]()
-    for before, after in pairwise(channels):
-        layers.append(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=not batch_norm))
-        layers += [nn.BatchNorm2d(after), nn.ReLU()] if batch_norm else [nn.ReLU()]
-    head = nn.Linear(channels[-1], images.num_classes)
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
-    for layer in model:
-        if isinstance(layer, nn.Conv2d | nn.Linear):
-            # Not from the global generator; variance 2 / fan-in keeps the scale of ReLU layers.
-            nn.init.kaiming_normal_(layer.weight, generator=generator)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
-    return model

@@ -187,21 +187,30 @@ def evidence(result: Result) -> list[Evidence]:
 
 
 def figure(result: Result) -> style.Figure:
-    """Draw the entropy above and the error below, one column per matrix."""
-    columns = len(result.names)
-    drawing, axes = plots.panels(2, columns, width=2.7, height=2.5)
+    """Draw the entropy above and the error below, one column per matrix, three in a row."""
+    columns = min(3, len(result.names))
+    rows = math.ceil(len(result.names) / columns)
+    drawing, axes = plots.panels(2 * rows, columns, width=3.6, height=2.3)
     # Colour tells the method, line style the kind of moments.
-    colours, lines = ("#0072B2", "#D55E00") * 2, ("-", "-", ":", ":")
-    for series, colour, line in zip(SERIES, colours, lines, strict=True):
-        look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": ".", "label": series}
-        for place, name in enumerate(result.names):
-            above, below = axes[place], axes[columns + place]
-            above.plot(result.config.counts, result.entropies[series][place].numpy(), **look)
-            below.plot(result.config.counts, result.errors[series][place].numpy(), **look)
-            below.set(yscale="log", xlabel="moments")
-            above.set_title(f"{name}\nn = {result.orders[place]:,}", loc="left", fontsize="small")
-    axes[0].set_ylabel("entropy")
-    axes[columns].set_ylabel("relative error of log det")
+    colours, lines = (style.STYLE.blue, style.STYLE.vermilion) * 2, ("-", "-", ":", ":")
+    for place, name in enumerate(result.names):
+        above = axes[place // columns * 2 * columns + place % columns]
+        below = axes[place // columns * 2 * columns + place % columns + columns]
+        for series, colour, line in zip(SERIES, colours, lines, strict=True):
+            look: dict[str, Any] = {
+                "color": colour,
+                "linestyle": line,
+                "marker": ".",
+                "label": series,
+            }
+            above.plot(result.config.counts, result.entropies[series][place], **look)
+            below.plot(result.config.counts, result.errors[series][place], **look)
+        style.finish(above, "", "entropy", f"{name}\nn = {result.orders[place]:,}")
+        style.log_scale(below)
+        style.finish(below, "moments", "error of log det")
+    for axis in axes[len(result.names) + (rows - 1) * columns :]:
+        # A last row that is not full has empty panels below and above.
+        axis.set_visible(bool(axis.lines))
     style.share_legend(drawing)
     return drawing
 
