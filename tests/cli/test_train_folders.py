@@ -136,7 +136,9 @@ def test_patience_ends_a_run(here, tmp_path, capsys):
         (["--final-ratio", "0.1"], "--final-ratio must be given with schedule linear, got con"),
         (["--milestones", "3"], "--milestones must be given with schedule step, got constant"),
         (["--quantity", "trace"], "--quantity trace needs --watch: add --watch 1"),
-        (["--watch", "1", "--quantity", "norm"], "--quantity must be one of alpha, average_norms"),
+        (["--watch-matrix", "ggn"], "--watch-matrix ggn needs --watch: add --watch 1"),
+        (["--watch-samples", "64"], "--watch-samples 64 needs --watch: add --watch 1"),
+        (["--watch", "1", "--quantity", "norm"], "got 'norm'; did you mean"),
         (["--average-every", "hour"], "Invalid value for '--average-every'"),
     ],
 )

@@ -135,6 +135,30 @@ def test_texts_show_perplexity_instead_of_accuracy(first, scale):
     np.testing.assert_array_equal(perplexity.get_lines()[1].get_ydata(), [25.0])
 
 
+def test_all_that_training_logged_has_a_panel():
+    near = {"train_top5_accuracy": 0.95, "test_top5_accuracy": 0.9}
+    records = [epoch(n, **near) | {"rate": 0.1 / n, "damping": 0.01 * n} for n in (1, 2, 3)]
+    axes = plots.training_curves({"run": records})
+    labels = ["loss", "accuracy (%)", "top5 accuracy (%)", "learning rate", "damping"]
+    assert [ax.get_ylabel() for ax in axes] == labels
+    np.testing.assert_allclose(axes[2].lines[1].get_ydata(), [90.0] * 3)
+    np.testing.assert_allclose(axes[3].lines[0].get_ydata(), [0.1, 0.05, 0.1 / 3])
+    np.testing.assert_allclose(axes[4].lines[0].get_ydata(), [0.01, 0.02, 0.03])
+    assert axes[3].get_legend() is None
+    # On axes of the caller, loss and accuracy alone.
+    given = plots.panels(1, 2)[1]
+    assert plots.training_curves({"run": records}, axes=given) == list(given)
+
+
+def test_several_runs_share_the_panel_of_the_learning_rate():
+    runs = {name: [epoch(n) | {"rate": rate / n} for n in (1, 2)]
+            for name, rate in (("a", 0.1), ("b", 0.3))}  # fmt: skip
+    runs["constant"] = [epoch(1), epoch(2)]
+    axes = plots.training_curves(runs)
+    assert [ax.get_ylabel() for ax in axes] == ["loss", "accuracy (%)", "learning rate"]
+    assert len(axes[2].lines) == 2
+
+
 def test_several_runs_have_one_colour_each(log):
     loss, accuracy = plots.training_curves({"sgd": log[:4], "gadam": log})
     names = ["sgd, train", "sgd, test", "gadam, train", "gadam, test", "gadam, average test"]

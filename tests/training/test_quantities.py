@@ -12,7 +12,7 @@ from training.examples import samples
 import ritz
 from ritz.measures import bulk_edge, rank_degeneracy
 from ritz.optim import weight_norms
-from ritz.training import CurvatureMonitor, quantity_names, register_quantity, scalars
+from ritz.training import CurvatureMonitor, fit, quantity_names, register_quantity, scalars
 from ritz.training._quantities import QUANTITIES, quantity_table
 from ritz.training._watched import TUNING
 
@@ -358,6 +358,31 @@ def test_the_default_leaves_out_what_a_model_does_not_have():
         CurvatureMonitor((x, y), batch_norm="train", quantities=["gsnr"])
 
 
+IMPOSSIBLE = {
+    "gsnr": ("gsnr cannot be measured: the loss of a batch must be the mean", {}),
+    "noise_scale": ("noise_scale cannot be measured: the loss of a batch must be the mean", {}),
+    "tic_diagonal": ("tic_diagonal cannot be measured: .*no exact diag", {"loss": cross_entropy}),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_quantity_that_the_run_does_not_have_is_refused_before_training(name, tmp_path):
+    data, model = samples(12), nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+    message, options = IMPOSSIBLE[name]
+    before = flat(model.parameters()).clone()
+
+    def weighted(outputs, target):
+        return cross_entropy(outputs, target, weight=torch.tensor([1.0, 5.0, 0.1]))
+
+    loss_fn = options.get("loss", weighted)
+    monitor = CurvatureMonitor(data, loss_fn=loss_fn, quantities=[name], every=5)
+    with pytest.raises(ValueError, match=message):
+        fit(model, data, loss_fn=loss_fn, monitors=[monitor], num_epochs=9, batch_size=6,
+            checkpoint=tmp_path / "run")  # fmt: skip
+    assert torch.equal(flat(model.parameters()), before)
+    assert not list((tmp_path / "run").iterdir())
+
+
 def test_a_user_defined_quantity_is_measured_and_costed():
     name = "squared_loss_of_a_test"
     if name not in quantity_names():
@@ -384,7 +409,10 @@ def test_scalars_are_the_finite_numbers_of_a_record():
         ({"num_bins": 48}, "num_bins must be a power of two, got 48"),
         ({"max_products": 0}, "max_products must be at least 1, got 0"),
         ({"batch_norm": "off"}, "batch_norm must be one of train, eval, recomputed"),
-        ({"quantities": ["lambda"]}, "quantities must be one of alpha"),
+        (
+            {"quantities": ["lambda"]},
+            "got 'lambda'; did you mean lambda_m",
+        ),
         ({"quantities": "trace"}, "quantities must be a list of alpha"),
     ],
 )

@@ -134,6 +134,25 @@ def test_a_monitor_watches_each_run_as_if_it_were_alone(tmp_path):
 # Which point is best.
 
 
+def test_numbers_of_monitors_are_in_the_table_also_if_nothing_is_saved():
+    watched = CurvatureMonitor(DATA[0], quantities=["weight_norms"])
+
+    def double(count, model, optimizer):
+        return {"doubled": 2.0 * count}
+
+    double.unit = "epoch"
+    result = sweep(drawn, DATA, GRID, seeds=1, monitors=[watched, double], **OPTIONS)
+
+    assert result.metrics["doubled"].flatten().tolist() == [4.0] * 3
+    assert len(result.metrics["weight_norm"].unique()) == 3
+
+
+@pytest.mark.parametrize("name", ["writer", "average", "log", "checkpoint"])
+def test_what_runs_cannot_share_is_refused(name):
+    with pytest.raises(TypeError, match=f"sweep has no option '{name}', which its runs would sh"):
+        sweep(drawn, DATA, GRID, **{name: object()})
+
+
 def test_the_best_point_has_the_best_mean_and_ties_are_those_of_a_paired_t_test():
     from scipy.stats import ttest_rel
 

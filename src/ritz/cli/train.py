@@ -1,13 +1,14 @@
 """``ritz train``: train a network into a folder from which it can be measured."""
 
 import os
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from ritz._core.checks import check_choice, check_positive
+from ritz._core.checks import check_positive
+from ritz._core.registry import suggest
 from ritz._core.training_config import RATE, TrainingConfig
 from ritz.cli import _options as shared
 from ritz.cli._options import NETWORK, OUTPUT, option
@@ -32,6 +33,8 @@ EPILOG = shared.examples(
 )
 # Panel of --help.
 WATCHING = "Watching"
+# Options that need --watch.
+WATCHED = ("quantity", "watch_matrix", "watch_batch_norm", "watch_samples", "watch_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +101,15 @@ def watching(options: Options) -> dict[str, Any]:
 
     # Names are checked before the data are read.
     for name in options.quantity or ():
-        check_choice("--quantity", name, tuple(QUANTITIES))
-    if options.watch is None and options.quantity:
-        raise ValueError(f"--quantity {options.quantity[0]} needs --watch: add --watch 1")
+        if name not in QUANTITIES:
+            raise ValueError(f"--quantity must be of ritz list quantities, got {name!r}; "
+                             f"{suggest(name, QUANTITIES)}")  # fmt: skip
+    for entry in fields(Options) if options.watch is None else ():
+        value = getattr(options, entry.name)
+        if entry.name in WATCHED and value != entry.default:
+            first = value[0] if isinstance(value, list) else value
+            flag = entry.name.replace("_", "-")
+            raise ValueError(f"--{flag} {first} needs --watch: add --watch 1")
     watched = {"matrix": options.watch_matrix, "batch_norm": options.watch_batch_norm,
                "num_samples": options.watch_samples, "num_steps": options.watch_steps}  # fmt: skip
     return {

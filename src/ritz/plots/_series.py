@@ -179,14 +179,16 @@ class TrainingSeries:
 
     Attributes:
         epoch: Epochs, ascending from 1.
-        quantities: ``loss``, ``accuracy`` (in per cent) and ``perplexity``, each by data set:
-            ``train``, ``validation``, ``test``, ``average validation`` and ``average test``, as far
-            as they were logged.
+        quantities: ``loss``, ``accuracy`` and ``top5 accuracy`` (in per cent) and ``perplexity``,
+            each by data set: ``train``, ``validation``, ``test``, ``average validation`` and
+            ``average test``, as far as they were logged.
+        settings: What training set in each epoch: ``learning rate`` if it changed, ``damping``.
         average_from: First epoch whose averaged weights were evaluated, or ``None``.
     """
 
     epoch: Array
     quantities: dict[str, dict[str, Array]]
+    settings: dict[str, Array]
     average_from: float | None
 
 
@@ -210,20 +212,30 @@ class Points:
 
 
 def training_series(records: Iterable[Record]) -> TrainingSeries:
-    """Return loss, accuracy and perplexity of a training log, by epoch."""
+    """Return loss, accuracy, perplexity, learning rate and damping of a training log, by epoch."""
     epochs = [record for record in records if record.get("kind") == "epoch"]
     if not epochs:
         raise ValueError("records must contain at least one finished epoch, got none")
     averages = ("average_validation", "average_test")
-    quantities: dict[str, dict[str, Array]] = {"loss": {}, "accuracy": {}, "perplexity": {}}
-    for quantity, columns in quantities.items():
+    near = dict.fromkeys(name.removeprefix("train_") for record in epochs for name in record
+                         if name.startswith("train_top"))  # fmt: skip
+    quantities: dict[str, dict[str, Array]] = {}
+    for quantity in ("loss", "accuracy", "perplexity", *near):
+        columns = quantities.setdefault(quantity.replace("_", " "), {})
         for name in ("train", "validation", "test", *averages):
             if any(f"{name}_{quantity}" in record for record in epochs):
-                scale = 100.0 if quantity == "accuracy" else 1.0
+                scale = 100.0 if quantity.endswith("accuracy") else 1.0
                 columns[name.replace("_", " ")] = scale * _column(epochs, f"{name}_{quantity}")
+    logged = {word: _column(epochs, name)
+              for word, name in (("learning rate", "rate"), ("damping", "damping"))}  # fmt: skip
+    # A constant is one number, which the result of the run prints.
+    settings = {word: y for word, y in logged.items() if len(np.unique(y[np.isfinite(y)])) > 1}
     averaged = (r["epoch"] for r in epochs if any(f"{name}_loss" in r for name in averages))
     return TrainingSeries(
-        epoch=_column(epochs, "epoch"), quantities=quantities, average_from=next(averaged, None)
+        epoch=_column(epochs, "epoch"),
+        quantities=quantities,
+        settings=settings,
+        average_from=next(averaged, None),
     )
 
 

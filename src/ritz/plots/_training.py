@@ -1,5 +1,6 @@
 """Plots of training: loss and accuracy, curvature over time, effects of the batch size."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ LINES: dict[str, tuple[str, Any, float]] = {
     "test": (STYLE.blue, "-", 1.4),
     "average validation": (STYLE.orange, (0, (5, 1)), 1.6),
     "average test": (STYLE.vermilion, (0, (5, 1)), 1.6),
+    "": (STYLE.blue, "-", 1.4),  # a setting of training, of no data set
 }
 TrainingLike = with_fields("history", "num_epochs")
 
@@ -28,11 +30,12 @@ TrainingLike = with_fields("history", "num_epochs")
 def training_curves(
     runs: Mapping[str, Iterable[arrays.Record]], *, axes: "Sequence[Axes] | None" = None
 ) -> list["Axes"]:
-    """Draw loss and accuracy by epoch, also of averaged weights, and return the axes.
+    """Draw loss, accuracy and what else training logged by epoch, and return the axes.
 
     A single run has one colour per data set, and a line where averaging begins. Several runs have
     one colour each and one line style per data set; from the eighth on they have markers as well.
-    Texts show perplexity instead of accuracy. Losses and perplexities that span a decade have a
+    Texts show perplexity instead of accuracy. In a new figure, top-k accuracy, a learning rate that
+    changed and a damping have panels too. Values that span a decade, but for accuracies, have a
     logarithmic scale. Infinite and NaN values are left out.
 
     Args:
@@ -44,35 +47,54 @@ def training_curves(
     series = {name: arrays.training_series(records) for name, records in runs.items()}
     measured = [name for name in ("perplexity", "accuracy")
                 if any(one.quantities[name] for one in series.values())]  # fmt: skip
-    shown = ("loss", *measured[:1])
+    shown = ["loss", *measured[:1]]
     if axes is not None and len(axes) != len(shown):
         raise ValueError(f"axes must be {len(shown)} for these runs, got {len(axes)}")
-    drawn = list(axes or style.panels(1, len(shown), width=4.4, height=3.1)[1])
-    for ax, quantity in zip(drawn, shown, strict=True):
+    if axes is None:
+        usual = ("loss", "accuracy", "perplexity")
+        # In the order of the log: top-k accuracies, learning rate, damping.
+        shown += dict.fromkeys(
+            name for one in series.values() for name in (*one.quantities, *one.settings)
+            if name not in usual
+        )  # fmt: skip
+    # Up to three panels beside each other, and two rows of more.
+    rows = 1 + (len(shown) > 3)
+    drawn = list(axes or style.panels(rows, math.ceil(len(shown) / rows), width=4.4, height=3.1)[1])
+    for ax, quantity in zip(drawn, shown, strict=False):
         _draw_runs(ax, series, quantity)
+    for ax in drawn[len(shown) :]:
+        ax.set_visible(False)
     if axes is None and len(series) > 1:
         style.share_legend(cast("Figure", drawn[0].figure))
-    return drawn
+    return drawn[: len(shown)]
 
 
 def _draw_runs(ax: "Axes", runs: Mapping[str, arrays.TrainingSeries], quantity: str) -> None:
     alone = len(runs) == 1
     for index, (name, series) in enumerate(runs.items()):
-        for part, values in series.quantities[quantity].items():
+        for part, values in _parts(series, quantity).items():
             y = style.drawable(values)
             _draw_run(ax, series.epoch, y, part, None if alone else name, index)
         if alone and series.average_from is not None:
             # Named in the legend: a text beside the line could cover a curve.
             ax.axvline(series.average_from, linestyle="--", label="averaging begins",
                        **style.REFERENCE)  # fmt: skip
-    ax.set(xlabel="epoch", ylabel="accuracy (%)" if quantity == "accuracy" else quantity)
+    percent = quantity.endswith("accuracy")
+    ax.set(xlabel="epoch", ylabel=f"{quantity} (%)" if percent else quantity)
     style.whole_x(ax, np.concatenate([series.epoch for series in runs.values()]))
-    if quantity != "accuracy":
-        curves = [y for one in runs.values() for y in one.quantities[quantity].values()]
+    if not percent:
+        curves = [y for one in runs.values() for y in _parts(one, quantity).values()]
         style.log_scale(ax, [], *curves)
     # The legend of a single run is opaque, because it may cover the line where averaging begins.
     opaque: Any = {"frameon": True, "edgecolor": "none", "framealpha": 1.0}
     style.legend(ax, **(opaque if alone else {}))
+
+
+def _parts(series: arrays.TrainingSeries, quantity: str) -> Mapping[str, arrays.Array]:
+    """Return a quantity by data set; a setting of training has no data set."""
+    if quantity in series.settings:
+        return {"": series.settings[quantity]}
+    return series.quantities.get(quantity, {})
 
 
 def _draw_run(
@@ -86,8 +108,9 @@ def _draw_run(
     lap = index // len(STYLE.palette)
     marker = STYLE.markers[lap % len(STYLE.markers)] if lap or finite.sum() == 1 else ""
     if run is not None:
-        colour, part = style.series_look(index)[0], f"{run}, {part}"
-    style.line(ax, epoch[finite], y[finite], colour, part, linestyle=line, linewidth=width,
+        colour = style.series_look(index)[0]
+        part = f"{run}, {part}" if part else ""
+    style.line(ax, epoch[finite], y[finite], colour, part or None, linestyle=line, linewidth=width,
                marker=marker, markersize=4.5 if lap else 3.0,
                markevery=0.1 if finite.sum() > 10 else None)  # fmt: skip
 

@@ -192,6 +192,9 @@ class Run:
         for monitor in self.monitors:
             if hasattr(monitor, "attach"):
                 monitor.attach(optimizer)
+            # Before the first step, rather than after the epochs up to the first measurement.
+            if hasattr(monitor, "check") and rank() == 0:
+                monitor.check(model)
         self._step = Step(
             self._adapter,
             optimizer,

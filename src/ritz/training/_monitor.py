@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, unwrapped
 from ritz._core.params import parameters
+from ritz._core.registry import suggest
 from ritz._core.training_config import Unit
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
@@ -132,7 +133,9 @@ class CurvatureMonitor:
             known = ", ".join(QUANTITIES)
             raise ValueError(f"quantities must be a list of {known}; got {self.quantities!r}")
         for name in self.quantities:
-            check_choice("quantities", name, tuple(QUANTITIES))
+            if name not in QUANTITIES:
+                hint = suggest(name, QUANTITIES)
+                raise ValueError(f"quantities must be of quantity_names(), got {name!r}; {hint}")
             if not self._is_possible(name):
                 raise ValueError(
                     f"{name} is about single samples, which batch_norm='train' does not have: use "
@@ -201,19 +204,36 @@ class CurvatureMonitor:
         watched = self._watched(unwrapped(model), optimizer)
         record: Record = {"matrix": self.matrix}
         for name in self.names:
-            try:
-                record |= QUANTITIES[name].measure(watched)
-            except ValueError as error:
-                # A default that this model or loss does not have is left out; others were chosen.
-                if self.quantities is not None or not QUANTITIES[name].separable:
-                    raise
-                self.names = tuple(n for n in self.names if not QUANTITIES[n].separable)
-                warnings.warn(f"gradients of single samples are not watched: {error}", stacklevel=2)
+            record |= self._attempt(name, QUANTITIES[name].measure, watched) or {}
         if not callable(self.source):
             # The traces of the products serve the next measurement. What is cached for this point
             # stays with the old copy, so that it takes no memory between measurements.
             self._op = watched.op.at(watched.risk)
         return record
+
+    def check(self, model: nn.Module) -> None:
+        """Raise for a quantity that a model or its loss does not have; ``fit`` does so first.
+
+        Costs a few gradients of the sub-sample, and nothing for quantities that all models have.
+        """
+        chosen = [name for name in self.names if QUANTITIES[name].check is not None]
+        watched = self._watched(unwrapped(model), None) if chosen else None
+        for name in chosen:
+            check = QUANTITIES[name].check
+            if check is not None and watched is not None:
+                self._attempt(name, check, watched)
+
+    def _attempt(self, name: str, function: Callable[[Watched], Any], watched: Watched) -> Any:
+        """Return what a function of a quantity returns; say of which quantity an error is."""
+        try:
+            return function(watched)
+        except ValueError as error:
+            # A default that this model or loss does not have is left out; others were chosen.
+            if self.quantities is not None or not QUANTITIES[name].separable:
+                raise ValueError(f"{name} cannot be measured: {error}") from error
+            self.names = tuple(n for n in self.names if not QUANTITIES[n].separable)
+            warnings.warn(f"gradients of single samples are not watched: {error}", stacklevel=3)
+            return None
 
     def _watched(self, model: nn.Module, optimizer: Optimizer | None) -> Watched:
         if callable(self.source):

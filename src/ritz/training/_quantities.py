@@ -52,6 +52,8 @@ class Quantity:
         own: What it costs beside, in gradients of the watched samples.
         separable: Whether the samples of a batch must not depend on each other.
         measure: Takes a :class:`Watched` and returns numbers, or lists of numbers, by name.
+        check: Takes a :class:`Watched` before training, and raises ``ValueError`` if the model or
+            its loss does not have the quantity; ``None`` if all have it.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Quantity:
     own: Cost
     separable: bool
     measure: Measure
+    check: Callable[[Watched], object] | None
 
     def cost(self, settings: Settings) -> float:
         """Return the cost alone, in gradients of the watched samples."""
@@ -80,6 +83,7 @@ def register_quantity(
     parts: Iterable[str] = (),
     cost: float | Cost = 0.0,
     separable: bool = False,
+    check: Callable[[Watched], object] | None = None,
 ) -> Callable[[Measure], Measure]:
     """Return a decorator that registers a quantity for :class:`CurvatureMonitor`.
 
@@ -94,10 +98,15 @@ def register_quantity(
         cost: What it costs beside, in gradients of the watched samples.
         separable: Whether the samples of a batch must not depend on each other, as they do with
             batch norm in train mode. With ``samples`` or ``variance`` they must not.
+        check: Called before training. It raises ``ValueError`` if the model or its loss does not
+            have the quantity. Defaults to a check that the samples are independent, if they must.
     """
     if unknown := sorted(set(parts := tuple(parts)) - PARTS.keys()):
         raise ValueError(f"parts must be of {', '.join(PARTS)}; got {', '.join(unknown)}")
     own = cost if callable(cost) else (lambda settings: cost)
+    separable = separable or bool({"samples", "variance"} & set(parts))
+    if check is None and separable:
+        check = _check_samples
 
     def add(measure: Measure) -> Measure:
         quantity = Quantity(
@@ -106,13 +115,18 @@ def register_quantity(
             group=group,
             parts=parts,
             own=own,
-            separable=separable or bool({"samples", "variance"} & set(parts)),
+            separable=separable,
             measure=measure,
+            check=check,
         )
         QUANTITIES.register(name)(quantity)
         return measure
 
     return add
+
+
+def _check_samples(watched: Watched) -> None:
+    watched.memory.check_samples(watched.risk)
 
 
 def quantity_names() -> tuple[str, ...]:
@@ -438,9 +452,10 @@ def _(watched: Watched) -> Record:
     group="gradients",
     parts=["gradient", "samples"],
     cost=5,
+    check=lambda watched: watched.diagonal,
 )
 def _(watched: Watched) -> Record:
-    samples, known = watched.samples, diagonal(watched.op, method="exact").mean.double()
+    samples, known = watched.samples, watched.diagonal
     # C_pp = Var g_p + g_p^2.
     moment = samples.variance + samples.gradient.square()
     below = known + watched.settings.epsilon
@@ -539,6 +554,7 @@ def _(watched: Watched) -> Record:
     "effective_rates",
     "learning rate over the squared norm, of weights before a normalisation",
     group="weights",
+    check=lambda watched: watched.memory.invariant_weights(watched.risk),
 )
 def _(watched: Watched) -> Record:
     if watched.optimizer is None:

@@ -9,6 +9,7 @@ from hashlib import sha256
 from inspect import signature
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, final
 
 import torch
@@ -468,14 +469,16 @@ class _Fit:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(task.training.seed)
             model = self._model(**task.others["model"])
-        files: Any = {"checkpoint": task.folder}
-        files |= {"log": None if task.folder is None else task.folder / LOG}
         # Runs share the loaders, and none may begin where another has left their generators.
         states = [generator.get_state() for generator in self._generators]
-        result = fit(model, self._data, task.training, progress=progress, **files, **self._objects)
+        with TemporaryDirectory() as scratch:
+            # The numbers of monitors are in the log, also if nothing is to be saved.
+            files: Any = {"checkpoint": task.folder, "log": (task.folder or Path(scratch)) / LOG}
+            files |= {"progress": progress} | self._objects
+            found = outcome(fit(model, self._data, task.training, **files))
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
-        return outcome(result)
+        return found
 
 
 def outcome(result: TrainingResult) -> Outcome:

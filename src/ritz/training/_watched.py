@@ -18,6 +18,7 @@ from ritz.operators import LinearOperator, exact
 from ritz.optim import StepReader
 from ritz.optim._shared import Edge, attached_to, edge
 from ritz.spectra import DiscreteDensity, Eigenpairs, Spectrum, eigenpairs, lanczos, lanczos_block
+from ritz.spectra import diagonal as diagonal_of
 from ritz.spectra import trace as trace_of
 from ritz.training._gradient_pass import (
     SampleGradients,
@@ -365,6 +366,12 @@ class Watched:
     def trace(self) -> Estimate:
         """The trace."""
         return trace_of(self.op, num_probes=self.settings.num_probes, generator=self.generator())
+
+    @cached_property
+    def diagonal(self) -> Tensor:
+        """The exact diagonal, ``(P,)``, float64; raises if it is not known."""
+        self.memory.check_samples(self.risk)
+        return diagonal_of(self.op, method="exact").mean.double()
 
     # Weights and steps
 
