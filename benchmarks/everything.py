@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parent
 # left out, as it draws the pictures of the documentation.
 SMALL = {
     "advice": "--seeds 1 --samples 70 --size 8 --repeats 1 --out {out}/advice.json",
+    "cuda": "--device cpu --small --seconds 120 --only noise-mlp optimizers",
     "blocks": "--rounds 1 --n 20000",
     "determinants": "--size 200 --seeds 1 --lengthscales .25 --rows 10000 --rounds 1",
     "edge_lists": "--edges 100000",

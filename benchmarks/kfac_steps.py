@@ -202,8 +202,8 @@ def steps_cpu(rounds, names, batch):
         yield from measured(name, setting, jobs | peer_jobs(setting), rounds)
 
 
-def steps_cuda(rounds, batch):
-    for precision in ("tf32", "float32"):
+def steps_cuda(rounds, batch, precisions):
+    for precision in precisions:
         allowed = precision == "tf32"
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
         torch.backends.cudnn.benchmark = True
@@ -286,6 +286,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=None)
     parser.add_argument("--networks", nargs="+", default=("cnn", "mlp"), choices=("cnn", "mlp"))
+    parser.add_argument("--precisions", nargs="+", default=("tf32", "float32"), help="on CUDA")
     parser.add_argument("--order", type=int, default=4608)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -295,7 +296,7 @@ def main():
     elif args.part == "factors":
         rows = factors(args.device, args.rounds, args.batch or 32)
     elif args.device == "cuda":
-        rows = steps_cuda(args.rounds, args.batch or 128)
+        rows = steps_cuda(args.rounds, args.batch or 128, args.precisions)
     else:
         rows = steps_cpu(args.rounds, args.networks, args.batch or 32)
     RESULTS.mkdir(exist_ok=True)

@@ -444,3 +444,31 @@ def test_a_last_batch_that_is_a_small_part_has_no_trace():
 
     assert len(op.products._traces) == 1
     assert len(strict.products._traces) == 2
+
+
+def test_products_of_an_lstm_take_forward_rules_in_float32_too():
+    # torch has a kernel for it in float32 alone, without a forward rule.
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.head = nn.LSTM(3, 4, num_layers=2), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.layers(x.movedim(1, 0))[0][-1])
+
+    generator = torch.Generator().manual_seed(0)
+    model = Recurrent()
+    for weight in model.parameters():
+        nn.init.normal_(weight, generator=generator)
+    x, labels = torch.randn(4, 5, 3, generator=generator), torch.arange(4) % 2
+    single, double = (
+        hessian(Risk(model, functional.cross_entropy, (x, labels), precision=precision))
+        for precision in ("float32", "float64")
+    )
+    vector = torch.linspace(-1, 1, single.shape[0])
+
+    product, exact = single @ vector, double @ vector.double()
+
+    assert single.products.plan == "forward over reverse, linearized"
+    assert float((product - exact).norm()) < 1e-5 * float(exact.norm())
+    assert torch.backends.mkldnn.enabled

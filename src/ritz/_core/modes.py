@@ -47,6 +47,11 @@ def searched_convolutions(wanted: bool) -> AbstractContextManager[None]:
     return _attributes([(cudnn, "benchmark", cudnn.benchmark or (wanted and not fixed))])
 
 
+def without_fused_lstm() -> AbstractContextManager[None]:
+    """Return a context without the LSTM of oneDNN, which has no forward derivative."""
+    return _attributes([(torch.backends.mkldnn, "enabled", False)])
+
+
 @contextmanager
 def _attributes(changes: Iterable[tuple[object, str, object]]) -> Iterator[None]:
     # Attributes are restored in reverse order, so one may occur twice.
