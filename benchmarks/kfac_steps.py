@@ -15,12 +15,15 @@ of the data (empirical Fisher matrix).
 """
 
 import argparse
+import math
 import time
 import warnings
+from functools import partial
+from itertools import groupby
 
 import networks
 import torch
-from timing import RESULTS, interleaved, median, ratio, write
+from timing import interleaved, median, ratio, working, write
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -90,7 +93,9 @@ class Setting:
             cross_entropy(model(self.x), self.y).backward()
             optimizer.step()
 
+        # Memory of the capture must not be in use by the warm-up on the other stream.
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
                 step()
@@ -167,23 +172,22 @@ PEERS = {
 }
 
 
-def peer_jobs(setting):
-    jobs = {}
-    for name, (make, argument) in PEERS.items():
-        try:
-            job = make(setting, argument)
-            job()
-        except Exception as error:
-            print(f"{name} does not run here: {type(error).__name__}: {error!s:.120}")
-        else:
-            jobs[name] = job
-    return jobs
+def makers(setting, **more):
+    """What makes each job, the most wanted first."""
+    found = {"sgd": setting.job_sgd}
+    if setting.device == "cuda":
+        found["sgd, captured"] = setting.job_captured
+    found |= {label: partial(setting.job_ritz, **more, **given) for label, given in OURS.items()}
+    return found | {name: partial(make, setting, given) for name, (make, given) in PEERS.items()}
 
 
-def measured(name, setting, jobs, rounds, **more):
+def measured(name, setting, rounds, limit=math.inf, **more):
     # Processor time, where that is the time of the work: other programs share the CPU.
     clock = time.perf_counter if setting.device == "cuda" else time.process_time
-    seconds = interleaved(jobs, rounds=rounds, clock=clock)
+    began = time.perf_counter()
+    jobs = working(makers(setting, **more), limit=limit / 2)
+    left = limit - (time.perf_counter() - began)
+    seconds = interleaved(jobs, rounds=rounds, warm_up=False, clock=clock, limit=left)
     for label, each in seconds.items():
         ratios = sorted(a / b for a, b in zip(each, seconds["sgd"], strict=True))
         yield {"network": name, "batch": len(setting.x), **more, "what": label} | {
@@ -196,23 +200,16 @@ def measured(name, setting, jobs, rounds, **more):
 
 def steps_cpu(rounds, names, batch):
     for name in names:
-        setting = Setting(getattr(networks, name), batch, "cpu")
-        jobs = {"sgd": setting.job_sgd()}
-        jobs |= {label: setting.job_ritz(**options) for label, options in OURS.items()}
-        yield from measured(name, setting, jobs | peer_jobs(setting), rounds)
+        yield from measured(name, Setting(getattr(networks, name), batch, "cpu"), rounds)
 
 
-def steps_cuda(rounds, batch, precisions):
+def steps_cuda(rounds, batch, precisions, limit):
     for precision in precisions:
         allowed = precision == "tf32"
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
         torch.backends.cudnn.benchmark = True
         setting = Setting(lambda: networks.vgg16(batch), batch, "cuda")
-        jobs = {"sgd": setting.job_sgd(), "sgd, captured": setting.job_captured()}
-        for label, options in OURS.items():
-            jobs[label] = setting.job_ritz(precision=precision, **options)
-        jobs |= peer_jobs(setting)
-        yield from measured("vgg16", setting, jobs, rounds, precision=precision)
+        yield from measured("vgg16", setting, rounds, limit / 2, precision=precision)
 
 
 # ------------------------------------------------------------------------------------------
@@ -288,6 +285,7 @@ def main():
     parser.add_argument("--networks", nargs="+", default=("cnn", "mlp"), choices=("cnn", "mlp"))
     parser.add_argument("--precisions", nargs="+", default=("tf32", "float32"), help="on CUDA")
     parser.add_argument("--order", type=int, default=4608)
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds on a CUDA device")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -296,12 +294,16 @@ def main():
     elif args.part == "factors":
         rows = factors(args.device, args.rounds, args.batch or 32)
     elif args.device == "cuda":
-        rows = steps_cuda(args.rounds, args.batch or 128, args.precisions)
+        rows = steps_cuda(args.rounds, args.batch or 128, args.precisions, args.limit)
     else:
         rows = steps_cpu(args.rounds, args.networks, args.batch or 32)
-    RESULTS.mkdir(exist_ok=True)
     suffix = "" if args.part == "steps" else f"_{args.part}"
-    write(f"kfac_steps{suffix}{'_cuda' if args.device == 'cuda' else ''}.py", list(rows))
+    name = f"kfac_steps{suffix}{'_cuda' if args.device == 'cuda' else ''}.py"
+    found = []
+    # Written as they come: a run that is stopped has those of its finished parts.
+    for _, group in groupby(rows, key=lambda row: (row.get("network"), row.get("precision"))):
+        found += group
+        write(name, found)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,20 @@
 ``refresh`` is ``update_curvature`` at new weights, with the traces of the warm-up: the primal part
 of the network, 20 products, the orthogonalisation and the Ritz vectors. ``step`` uses the basis
 that is there. The amortised cost of an interval is that of a step plus that of a refresh over the
-interval. All jobs run in turn in one process. Run with ``--network vgg16 --device cuda`` for the
-targets: at most 40 SGD steps with the Hessian (34 by arithmetic) and 28 with the Gauss-Newton
-matrix.
+interval. All jobs run in turn in one process. For the targets, at most 40
+SGD steps with the Hessian (34 by arithmetic) and 28 with the Gauss-Newton matrix, run with
+``--network vgg16 --device cuda --limit 180``.
 """
 
 import argparse
+import math
+import time
 import warnings
+from functools import partial
 
 import torch
 from networks import BATCH, cnn, mlp, vgg16
-from timing import interleaved, median, ratio, write
+from timing import interleaved, median, ratio, working, write
 from torch.nn.functional import cross_entropy
 
 import ritz
@@ -37,7 +40,9 @@ class Setting:
 
     def gradient(self):
         self.model.zero_grad()
-        cross_entropy(self.model(self.inputs), self.labels).backward()
+        loss = cross_entropy(self.model(self.inputs), self.labels)
+        loss.backward()
+        return loss
 
     def risk(self):
         return ritz.Risk(self.model, cross_entropy, [(self.inputs, self.labels)])
@@ -86,16 +91,16 @@ def jobs(s):
     yield "HessianFree step, at most 20 iterations", solved
     memory = torch.optim.LBFGS(params, lr=1e-9, max_iter=20, max_eval=20, tolerance_change=0.0)
 
-    def closure():
-        s.gradient()
-        return cross_entropy(s.model(s.inputs), s.labels)
-
-    yield "torch LBFGS step, 20 iterations", lambda: memory.step(closure)
+    yield "torch LBFGS step, 20 iterations", lambda: memory.step(s.gradient)
 
 
 def rows(s, args):
+    began = time.perf_counter()
+    makers = {name: partial(s.timed, job) for name, job in jobs(s)}
+    running = working(makers, limit=args.limit / 2)
+    left = args.limit - (time.perf_counter() - began)
     seconds = interleaved(
-        {name: s.timed(job) for name, job in jobs(s)}, rounds=args.rounds, before=args.before
+        running, rounds=args.rounds, warm_up=False, before=args.before, limit=left
     )
     base = seconds["SGD step"]
     for name, times in seconds.items():
@@ -119,6 +124,7 @@ def main():
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--before", type=int, default=0, help="untimed runs before each timed one")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds of all rounds")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.device == "cpu":

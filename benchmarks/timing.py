@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -39,8 +40,11 @@ def interleaved(
     warm_up: bool = True,
     before: int = 0,
     clock: Callable[[], float] = time.perf_counter,
+    limit: float = math.inf,
 ) -> dict[str, list[float]]:
     """Return the seconds of each job in each round. All jobs run once per round, in turn.
+
+    No round begins after ``limit`` seconds, except the first.
 
     Each job runs ``before`` times untimed just before it is timed, so that its data are cached
     as in a loop of this job alone. ``time.process_time`` as the ``clock`` leaves out the time that
@@ -50,7 +54,10 @@ def interleaved(
         for job in jobs.values():
             job()
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(rounds):
+    began = time.perf_counter()
+    for number in range(rounds):
+        if number and time.perf_counter() - began > limit:
+            break
         for name, job in jobs.items():
             for _ in range(before):
                 job()
@@ -58,6 +65,29 @@ def interleaved(
             job()
             seconds[name].append(clock() - begin)
     return seconds
+
+
+def working(
+    makers: Mapping[str, Callable[[], Callable[[], object]]], *, limit: float = math.inf
+) -> dict[str, Callable[[], object]]:
+    """Return the jobs that could be made and run once; name the others and say why.
+
+    A job that fails does not lose the others, and none is begun after ``limit`` seconds.
+    """
+    began, jobs = time.perf_counter(), {}
+    for name, make in makers.items():
+        if time.perf_counter() - began > limit:
+            print(f"{name} is left out: no time", flush=True)
+            continue
+        try:
+            job = make()
+            job()
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [""]
+            print(f"{name} does not run here: {type(error).__name__}: {reason[0]:.120}", flush=True)
+        else:
+            jobs[name] = job
+    return jobs
 
 
 def median(seconds: Sequence[float]) -> float:

@@ -137,6 +137,33 @@ def test_two_passes_with_one_backward_pass_are_of_the_same_samples(name, options
     torch.testing.assert_close(*found)
 
 
+def test_passes_on_batches_of_different_sizes_are_of_different_samples():
+    found = []
+    for cuts in ([7], [4, 3]):
+        model, x, y = case("linear")
+        optimizer = KFAC(model, kind="ekfac", **ALL_STEPS)
+        cross_entropy(torch.cat([model(part) for part in x.split(cuts)]), y).backward()
+        optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("fisher", ["monte_carlo", "ggn"])
+@cases
+def test_observed_passes_count_their_samples_once(name, fisher):
+    found = []
+    for passes in (1, 2):
+        model, x, y = case(name)
+        inner = model.table if name == "embedding" else model.encoder
+        optimizer = KFAC(model if passes == 1 else inner, fisher=fisher, kind="ekfac")
+        outputs = model(x) if passes == 1 else scores(name, inner, x)
+        optimizer.observe(outputs, y, cross_entropy)
+        cross_entropy(outputs, y).backward()
+        optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("kind", ["kfac", "ekfac"])
 def test_accumulated_batches_with_their_passes_first_are_counted_apart(kind):
     found = []

@@ -176,6 +176,24 @@ def require_curvature(optimizer: Optimizer, known: bool) -> None:
         )
 
 
+def descend(
+    p: Tensor, direction: Tensor, state: dict[str, Any], group: dict[str, Any], rate: float
+) -> None:
+    r"""Move a parameter: :math:`w \leftarrow (1 - \alpha\gamma) w - \alpha b`, in place.
+
+    The group has ``momentum``, ``weight_decay`` and may have ``nesterov``. The buffer
+    :math:`b \leftarrow \rho b + d` is in ``state`` as soon as there is momentum.
+    """
+    momentum, update = group["momentum"], direction
+    if momentum or "momentum_buffer" in state:
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        buffer = state["momentum_buffer"].mul_(momentum).add_(direction)
+        # Nesterov's gradient is that of the point ahead, in the form of torch: d + rho b.
+        update = direction + momentum * buffer if group.get("nesterov") else buffer
+    p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)
+
+
 def evaluate(closure: Any) -> Any:
     """Return the loss of a closure, or ``None`` without one."""
     # The closure runs a backward pass; the step around it has no gradient.

@@ -15,6 +15,7 @@ from ritz.optim._curvature import (
     NewtonMatrix,
     Subject,
     check_matrix,
+    descend,
     evaluate,
     is_refresh_due,
     own_gradients,
@@ -184,17 +185,9 @@ class LanczosNewton(Optimizer):
 
     def _move(self, directions: dict[Tensor, Tensor]) -> None:
         for group in self.param_groups:
-            rate, momentum = float(group["lr"]), group["momentum"]
             for p in group["params"]:
-                if p not in directions:
-                    continue
-                update, state = directions[p], self.state[p]
-                if momentum:
-                    if "momentum_buffer" not in state:
-                        state["momentum_buffer"] = torch.zeros_like(p)
-                    update = state["momentum_buffer"].mul_(momentum).add_(update)
-                # w <- (1 - alpha gamma) w - alpha b
-                p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)
+                if p in directions:
+                    descend(p, directions[p], self.state[p], group, float(group["lr"]))
 
     def _start(self, op: CurvatureOperator, params: dict[str, Tensor]) -> Tensor | None:
         """Return the start vector of a refresh, or ``None`` for a random one."""

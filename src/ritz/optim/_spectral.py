@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ritz._core.checks import check_count, check_type
@@ -17,6 +16,7 @@ from ritz.optim._curvature import (
     NewtonMatrix,
     Subject,
     check_matrix,
+    descend,
     evaluate,
     is_refresh_due,
     own_gradients,
@@ -217,15 +217,7 @@ class SpectralSGD(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p in grads:
-                    self._move(p, grads[p], group)
+                    # The learning rate of a schedule is a factor on the measured one.
+                    rate = float(group["lr"]) * group["rate"]
+                    descend(p, grads[p], self.state[p], group, rate)
         return loss
-
-    def _move(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        # The learning rate of a schedule is a factor on the measured one.
-        rate, momentum, state = float(group["lr"]) * group["rate"], group["momentum"], self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        buffer = state["momentum_buffer"].mul_(momentum).add_(grad)
-        # Nesterov's gradient is that of the point ahead, in the form of torch: g + rho b.
-        update = grad + momentum * buffer if group["nesterov"] else buffer
-        p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ritz import data, models, plots
+from ritz import data, models
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress
 from ritz._core.results import stderr
@@ -35,6 +35,7 @@ from ritz.data import Augmentation
 from ritz.optim import LanczosNewton
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs
+from ritz.studies._adaptive_figure import draw
 from ritz.studies._evidence import Evidence
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, seeded, track
 from ritz.training import fit
@@ -544,8 +545,8 @@ def _grid_evidence(result: Result) -> list[Evidence]:
             rows.append(
                 _row("Table 2", f"{name}, rate {rate:g}: lambda_1 by damping {dampings}; {network}",
                      "falls as the damping rises", _listed(norms), agrees=falls,
-                     why="" if falls else "another network and data than VGG-16 on CIFAR-100; the "
-                     "cause was not tested"))  # fmt: skip
+                     why="" if falls else "not VGG-16 on CIFAR-100; with more damping the loss "
+                     "at the end is higher, see adaptive_causes"))  # fmt: skip
             if name == "kfac":
                 continue
             # Paired over seeds: the gain of the best of the larger dampings.
@@ -609,92 +610,14 @@ def _curve_evidence(result: Result) -> list[Evidence]:
         _row("Figure 4.2b", f"training error in % after {epochs} epochs, batches of "
              f"{SETUPS[result.config.size].batch_size}", "Lanczos-Newton below Adam and SGD", text,
              agrees=faster, paper="SPECTRA",
-             why="" if faster else "a small network and batches of another size; SGD and Adam have "
-             "momentum. The cause was not tested"),
+             why="" if faster else "a small network, and SGD and Adam have momentum; see "
+             "adaptive_causes"),
         _row("Section 4.3.1", "cost of a step with 20 Lanczos iterations on the Hessian, in SGD "
              "steps (processor time, one thread)", "about 40", f"{ratio:.3g}",
              agrees=bool(ratio <= 40), paper="SPECTRA"),
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------
-# The picture.
-
-
 def figure(result: Result) -> style.Figure:
     """Draw errors against damping, both heat maps, the grid, and the curves by epoch and time."""
-    rows = [bool(len(result.lopt)), bool(result.grids), bool(result.curves)]
-    drawing, axes = plots.panels(max(1, sum(rows)), 3, width=4.2, height=3.4)
-    left = iter(axes)
-    if rows[0]:
-        _draw_lopt(result, [next(left) for _ in range(3)])
-    if rows[1]:
-        _draw_grid(result, [next(left) for _ in range(3)])
-    if rows[2]:
-        _draw_curves(result, [next(left) for _ in range(3)])
-    for spare in left:
-        spare.remove()
-    return drawing
-
-
-def _draw_lopt(result: Result, axes: list[Any]) -> None:
-    setup, errors = SETUPS[result.config.size], 100 * result.lopt.mean(1)
-    for j, eta in enumerate(setup.etas):
-        colour = style.STYLE.palette[j]
-        # One entry for each eta: the title says which lines are of training.
-        for part, (label, dashes) in enumerate(((None, "--"), (f"eta = {eta:g}", "-"))):
-            style.line(axes[0], setup.deltas, errors[part, :, j], colour, label, linestyle=dashes)
-    for part, dashes in ((0, "--"), (1, "-")):
-        level = 100 * float(result.descent[part].mean())
-        axes[0].axhline(level, color=style.STYLE.grey, linestyle=dashes, linewidth=0.8)
-    axes[0].set_ylim(top=1.4 * float(errors.max()))  # room for the legend
-    title = "test, dashed: training; grey: gradient descent"
-    style.finish(axes[0], "damping", "error (%)", title, xscale="log")
-    for part, name in enumerate(("training", "test")):
-        change = errors[part] - np.nanmin(errors[part])
-        names = [f"{eta:g}" for eta in setup.etas]
-        title = f"{name} error above the best (%)"
-        _map(axes[1 + part], change, [f"{delta:g}" for delta in setup.deltas], names, title)
-        axes[1 + part].set(xlabel="eta", ylabel="damping")
-
-
-def _draw_grid(result: Result, axes: list[Any]) -> None:
-    name, scores = next(iter(result.grids.items()))
-    grid, mean = result.config.grid(name), scores.mean(1)
-    rates, deltas = [f"{rate:g}" for rate in grid.rates], [f"{delta:g}" for delta in grid.deltas]
-    for part, title in enumerate(("training error (%)", "test error (%)", "largest eigenvalue")):
-        values = mean[part].T * (1 if part == 2 else 100)
-        _map(axes[part], values, deltas, rates, f"{name}: {title}")
-        axes[part].set(xlabel="learning rate", ylabel="damping")
-
-
-def _draw_curves(result: Result, axes: list[Any]) -> None:
-    for index, (name, curve) in enumerate(_in_order(result.curves)):
-        errors, times = 100 * curve[0].mean(0), curve[1].mean(0)
-        colour, marker = style.series_look(index)
-        options: dict[str, Any] = {"marker": marker, "markevery": max(1, len(errors) // 5)}
-        style.line(axes[0], range(1, len(errors) + 1), errors, colour, name, **options)
-        style.line(axes[1], times, errors, colour, None, **options)
-    style.finish(axes[0], "epoch", "training error (%)", "at equal epochs", xscale="log")
-    style.finish(axes[1], "processor time (s)", "", "at equal time", xscale="log")
-    # The legend fills the third panel.
-    handles, labels = axes[0].get_legend_handles_labels()
-    axes[0].get_legend().remove()
-    axes[2].legend(handles, labels, loc="center left", frameon=False, fontsize="small")
-    axes[2].axis("off")
-
-
-def _map(ax: Any, values: Tensor, rows: list[str], columns: list[str], title: str) -> None:
-    """Draw a matrix as colours with its numbers."""
-    array = style.drawable(values)
-    image = ax.imshow(array, cmap="viridis_r", aspect="auto")
-    middle = float(np.nanmin(array) + np.nanmax(array)) / 2
-    for (i, j), value in np.ndenumerate(array):
-        text = "diverged" if math.isnan(value) else f"{value:.3g}"
-        # Numbers must be legible on light and on dark colours.
-        colour = "white" if value > middle else "black"
-        ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=7)
-    ax.set_xticks(range(len(columns)), columns)
-    ax.set_yticks(range(len(rows)), rows)
-    style.set_title(ax, title)
-    ax.figure.colorbar(image, ax=ax)
+    return draw(result, SETUPS[result.config.size], _in_order(result.curves))

@@ -89,8 +89,8 @@ class Pass:
 
     Attributes:
         rows: Number of its samples; ``None`` if it was not seen.
-        backward: The backward pass that its derivatives came with. Forward passes with one backward
-            pass are of the same samples, as in a siamese network.
+        backward: The backward pass that its derivatives came with. Forward passes on as many
+            samples with one backward pass are of the same samples, as in a siamese network.
     """
 
     rows: int | None
@@ -123,8 +123,8 @@ class Block(ABC):
         self._calls = 0  # whose derivatives have not come
         self._backward: object = None
         self._several = False  # may come with the present backward pass
-        self._counts: dict[object, int] = {}
-        self._waiting: dict[object, list[Passed]] = {}
+        self._counted: set[tuple[object, int]] = set()
+        self._waiting: dict[tuple[object, int, int], list[Passed]] = {}
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -176,12 +176,13 @@ class Block(ABC):
             self._backward, self._several = of.backward, self._calls > 1
         self._calls = max(0, self._calls - 1)
         rows = len(passed[0].args[0])
-        # Once for all calls on the same samples. A layer may have positions among its rows.
-        samples = rows if of.rows is None else of.rows
-        self._counts[of.backward] = max(samples, self._counts.get(of.backward, 0))
-        self.samples = sum(self._counts.values())
+        # Once for all calls on the same samples: as many, and with one backward pass. A layer may
+        # have positions among its rows.
+        self._counted.add((of.backward, rows if of.rows is None else of.rows))
+        self.samples = sum(samples for _, samples in self._counted)
         if self.joins and self._several:
-            self._waiting.setdefault(of.backward, []).append(passed)
+            key = of.backward, rows, len(passed[1])
+            self._waiting.setdefault(key, []).append(passed)
         else:
             self.add([passed])
 
@@ -189,12 +190,7 @@ class Block(ABC):
         """Add what has waited for the end of the step."""
         waiting, self._waiting, self._calls = self._waiting, {}, 0
         for calls in waiting.values():
-            # Calls on batches of different sizes are of different samples.
-            if len({(len(call.args[0]), len(columns)) for call, columns in calls}) == 1:
-                self.add(calls)
-            else:
-                for passed in calls:
-                    self.add([passed])
+            self.add(calls)
         # Of accumulated batches some may be small, and others not.
         for name in self.columns.keys() & self.sums.keys():
             for x in self.columns.pop(name):
@@ -203,7 +199,7 @@ class Block(ABC):
     def clear(self) -> None:
         """Forget the sums of this step."""
         self.sums, self.columns, self.samples, self.rows = {}, {}, 0, 0
-        self._backward, self._counts, self._waiting = None, {}, {}
+        self._backward, self._counted, self._waiting = None, set(), {}
 
     def absorb(self, gain: float) -> None:
         """Let the sums of this step enter the averages.

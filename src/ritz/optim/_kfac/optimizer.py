@@ -39,8 +39,9 @@ class KFAC(Optimizer):
 
     The loss must be the mean over the samples of a step, as in gradient accumulation with the loss
     divided by the number of batches. Batches with backward passes of their own add up, also with
-    :class:`~torch.nn.parallel.DistributedDataParallel`. Calls of a layer with one backward pass are
-    of the same samples, as in a siamese network, and count as positions of them.
+    :class:`~torch.nn.parallel.DistributedDataParallel`. Calls of a layer on
+    as many samples with one backward pass are of the same samples, as in a siamese network, and
+    count as positions of them.
     Several processes average their factors and share out the inverses. The damping of a layer is
     that of the group of its first parameter. Known layers are linear
     layers, convolutions, embeddings (with their exact diagonal :math:`A`) and affine norms (the

@@ -210,14 +210,15 @@ class Curvature:
             for block in self.blocks:
                 block.complete()
         local = torch.tensor([[b.samples, b.rows] for b in self.blocks], dtype=torch.float64)
-        # One exchange for all layers, before those of their factors.
-        counts = all_sum(local.to(self.blocks[0].device)).tolist()
+        # One exchange for all layers, before those of their factors. Alone, no wait for the device.
+        alone = world_size() == 1
+        counts = (local if alone else all_sum(local.to(self.blocks[0].device))).tolist()
         active = []
         for block, (samples, rows) in zip(self.blocks, counts, strict=True):
             block.samples, block.rows = int(samples), int(rows)
             if samples:
-                # A process without samples adds zeros.
-                if world_size() > 1:
+                if not alone:
+                    # A process without samples adds zeros.
                     zeros = block.zeros() if not block.sums else {}
                     block.sums = {k: all_sum(v) for k, v in sorted((zeros | block.sums).items())}
                 active.append(block)
