@@ -19,9 +19,7 @@ from torch.nn import functional
 
 from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._modes import LIMITS
-from ritz.curvature._sample_gradients import Call
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+from ritz.curvature._sample_gradients import CONVOLUTIONS, Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,14 +341,13 @@ def projected_squares(
         inputs: The orthogonal matrix :math:`U_A`, as large as :func:`input_moment`.
         outputs: The orthogonal matrix :math:`U_S`.
     """
-    parts = rules.unroll(module, call, deltas)
-    if parts is None:
-        raise RuntimeError(f"{type(module).__name__} has no rule in unroll()")
-    a, delta = parts
-    ones = a.new_ones(*a.shape[:2], 1, a.shape[3])
-    a = torch.cat([a] * ("weight" in call.chosen) + [ones] * ("bias" in call.chosen), 2)
-    # U_S' (sum_t delta_t a_t') U_A = sum_t (U_S' delta_t) (U_A' a_t)'
-    squares = rules.weight_squares(_turned(a, inputs), _turned(delta, outputs))
+    total: Any = 0
+    for a, delta in rules.unrolled(module, call, deltas):
+        ones = a.new_ones(*a.shape[:2], 1, a.shape[3])
+        a = torch.cat([a] * ("weight" in call.chosen) + [ones] * ("bias" in call.chosen), 2)
+        # U_S' (sum_t delta_t a_t') U_A = sum_t (U_S' delta_t) (U_A' a_t)'
+        total = total + rules.weight_squares(_turned(a, inputs), _turned(delta, outputs))
+    squares: Tensor = total
     return squares[0] if len(squares) == 1 else squares
 
 
