@@ -209,7 +209,7 @@ def steps_cuda(rounds, batch, precisions, limit):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
         torch.backends.cudnn.benchmark = True
         setting = Setting(lambda: networks.vgg16(batch), batch, "cuda")
-        yield from measured("vgg16", setting, rounds, limit / 2, precision=precision)
+        yield from measured("vgg16", setting, rounds, limit / len(precisions), precision=precision)
 
 
 # ------------------------------------------------------------------------------------------

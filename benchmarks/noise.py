@@ -3,7 +3,9 @@
 All jobs run in turn in one process; ratios are medians over rounds with their quartiles. On the CPU
 the clock is the processor time of one thread, which other processes disturb least. ``every 10``
 takes ten steps per round with second moments from the first of them. One command measures a GPU:
-``python benchmarks/noise.py --device cuda --networks mlp vgg16``.
+``python benchmarks/noise.py --device cuda --networks mlp vgg16``. Results are written after every
+network. A network takes at most ``--seconds``, and then has fewer rounds; a step that does not fit
+into memory is left out.
 """
 
 import argparse
@@ -66,15 +68,23 @@ def job(model, batch, options, steps, args):
 
 
 def seconds(jobs, args):
+    """Return the seconds of each job by round: at least two rounds, while time is left."""
     clock = time.perf_counter if args.device == "cuda" else time.process_time
-    for run in jobs.values():
-        run()
+    begin = time.perf_counter()
+    for name in list(jobs):
+        try:
+            jobs[name]()
+        except torch.OutOfMemoryError as error:
+            print(f"{name} left out: {str(error).splitlines()[0]}", flush=True)
+            del jobs[name]
     found = {name: [] for name in jobs}
-    for _ in range(args.rounds):
+    for number in range(args.rounds):
+        if number >= 2 and time.perf_counter() - begin > args.seconds:
+            break
         for name, run in jobs.items():
-            begin = clock()
+            start = clock()
             run()
-            found[name].append(clock() - begin)
+            found[name].append(clock() - start)
     return found
 
 
@@ -84,13 +94,15 @@ def rows(name, args):
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(args.batch, *inputs.shape[1:], generator=generator).to(args.device)
     labels = torch.randint(0, classes, (args.batch,), generator=generator).to(args.device)
-    jobs = {}
-    for title, options, steps in JOBS:
+    jobs, chosen = {}, [job for job in JOBS if not args.steps or job[0] in args.steps]
+    for title, options, steps in chosen:
         other = make()[0].to(args.device)
         other.load_state_dict(model.state_dict())
         jobs[title] = job(other, (inputs, labels), options, steps, args)
     found = seconds(jobs, args)
-    for title, _, steps in JOBS:
+    for title, _, steps in chosen:
+        if title not in found:
+            continue
         base = found["plain" if steps == 1 else "plain, ten steps"]
         ratios = [a / b for a, b in zip(found[title], base, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
@@ -112,13 +124,21 @@ def main():
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--seconds", type=float, default=240.0, help="per network, about")
+    titles = [title for title, _, _ in JOBS]
+    parser.add_argument("--steps", nargs="+", choices=titles, help="with plain; all by default")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     suffix = "" if args.device == "cpu" else "_cuda"
     name = __file__.replace(".py", f"{suffix}.py")
-    write(name, [row for network in args.networks for row in rows(network, args)])
+    results = []
+    for network in args.networks:
+        results += rows(network, args)
+        write(name, results)
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ from curvature.noise_cases import (
     assert_covariance,
     data,
     expected,
+    randomised,
 )
 from torch import nn
 from torch.optim import SGD, Adam
 
-from ritz.curvature import _step_noise
+from ritz.curvature import _noise_step
+from ritz.models import GhostBatchNorm2d
 from ritz.optim import CovarianceNoise, IterateAverage, Lookahead, NoisySGD
 
 CROSS_ENTROPY = nn.functional.cross_entropy
@@ -52,7 +54,7 @@ def fixed_signs(monkeypatch):
     def draw(shape, generator):
         return torch.cat([next(remaining) for _ in range(shape[1])], 1)
 
-    monkeypatch.setattr(_step_noise, "random_signs", draw)
+    monkeypatch.setattr(_noise_step, "random_signs", draw)
     return signs[0].double()
 
 
@@ -242,6 +244,50 @@ def test_ghost_batches_keep_their_running_statistics():
     for name, value in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert int(plain[1].num_batches_tracked) == N // GHOST
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "trace", "kfac"])
+@pytest.mark.parametrize("norm", [lambda: GhostBatchNorm2d(4, GHOST), nn.Identity])
+def test_an_activation_in_place_leaves_the_second_moments_as_they_are(norm, kind):
+    found = []
+    for inplace in (False, True):
+        body = nn.Conv2d(1, 4, 3), norm(), nn.ReLU(inplace=inplace), nn.Flatten()
+        model = randomised(nn.Sequential(*body, nn.Linear(16, 3)))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        noise = CovarianceNoise(optimizer, model, kind=kind, small=SMALL)
+        noise.backward(data("normalised"))
+        noise.collect()
+        found.append(flat(noise))
+
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["full", "centred", "diagonal", "trace", "kfac", "multiplicative"])
+def test_steps_that_overflow_in_half_precision_leave_finite_weights(kind, fused):
+    model, labels = NETWORKS["mlp"]().float(), data("mlp")[1]
+    batch = data("mlp")[0].float(), labels
+    optimizer = SGD(model.parameters(), lr=0.01, fused=fused)
+    noise = CovarianceNoise(optimizer, model, kind=kind, small=SMALL, refresh=4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    skipped = 0
+    for _ in range(20):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        noise.begin()
+        with noise.observing(batch), torch.autocast("cpu", dtype=torch.float16):
+            outputs = model(batch[0])
+            loss = CROSS_ENTROPY(outputs, labels)
+        scale = scaler.scale(torch.ones(()))
+        noise.pull(scaler.scale(loss), outputs, labels, batch, scale, 1.0)
+        noise.collect(scale)
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        assert all(p.isfinite().all() for p in model.parameters())
+
+    # The scale halves until nothing overflows; the steps after that are taken.
+    assert 0 < skipped < 15
 
 
 def test_sgd_with_noise_is_an_optimiser_of_torch():

@@ -5,6 +5,7 @@ import torch
 
 import ritz
 from ritz import studies
+from ritz.studies import _noise_regimes
 from ritz.studies import covariance_noise as study
 
 
@@ -28,6 +29,26 @@ def test_the_result_can_be_saved_printed_and_drawn(result, tmp_path):
     assert str(again) == str(result)
     pytest.importorskip("matplotlib.pyplot").close(study.figure(result))
     assert {row.where for row in study.evidence(result)} >= {"Table 1", "Figure 1", "Figure 4"}
+
+
+def test_an_interrupted_study_repeats_no_finished_run(result, tmp_path, monkeypatch):
+    original, calls = _noise_regimes.fit, []
+
+    def fit(*args, **options):
+        calls.append(options["seed"])
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(*args, **options)
+
+    monkeypatch.setattr(_noise_regimes, "fit", fit)
+    with pytest.raises(KeyboardInterrupt):
+        study.run(result.config, state=tmp_path / "state")
+    again = study.run(result.config, state=tmp_path / "state")
+
+    # Six runs of three methods and two seeds, the one that was interrupted, and one of Figure 2.
+    assert len(calls) == 6 + 1 + 1
+    assert torch.equal(again.accuracies, result.accuracies)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 def test_one_step_clouds_have_their_exact_covariance():

@@ -101,10 +101,12 @@ def test_an_interrupted_run_ends_with_the_same_bits(options, tmp_path):
     assert_same_bits(state(model), state(whole))
 
 
+@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("kind", ["diagonal", "full", "kfac"])
-def test_noise_in_mixed_precision_is_nearly_the_same(kind):
-    model, _ = trained(noise=kind, noise_until=1.0, num_epochs=1)
-    mixed, result = trained(noise=kind, noise_until=1.0, num_epochs=1, precision="bfloat16")
+def test_noise_in_mixed_precision_is_nearly_the_same(kind, norm):
+    options = {"noise": kind, "noise_until": 1.0, "num_epochs": 1, "norm": norm}
+    model, _ = trained(**options)
+    mixed, result = trained(**options, precision="bfloat16")
 
     assert result.status.outcome == "completed"
     for p, q in zip(model.parameters(), mixed.parameters(), strict=True):
@@ -216,3 +218,4 @@ def test_the_end_of_the_noise_fixes_the_length_of_a_run():
     config = TrainingConfig(noise="diagonal")
     assert "num_epochs" in config.fingerprint()
     assert "num_epochs" not in TrainingConfig(noise="diagonal", noise_until=1.0).fingerprint()
+    assert "num_epochs" in TrainingConfig(optimizer="noisy_sgd").fingerprint()

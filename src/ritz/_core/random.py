@@ -45,12 +45,13 @@ def probes(
     return block.T.contiguous()
 
 
-def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+def epoch_generator(seed: int, epoch: int, device: torch.device | str = "cpu") -> torch.Generator:
     """Return the generator of one epoch of a run, so that a run can resume at any epoch.
 
     Args:
         seed: Seed of the run.
         epoch: Number of the epoch.
+        device: Device of the generator.
 
     Example:
         >>> first, again = (epoch_generator(7, 3) for _ in range(2))
@@ -60,4 +61,4 @@ def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     check_count("epoch", epoch, low=0)
     # A hash, not seed + epoch: two runs with neighbouring seeds must not share epochs.
     digest = hashlib.sha256(f"{int(seed)} {epoch}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))

@@ -266,9 +266,7 @@ class TrainingConfig:
 
     def _check_noise(self) -> None:
         defaults = {entry.name: entry.default for entry in fields(self)}
-        # The name of an optimiser may bring its noise.
-        alone = self.noise == "none" and "noisy_sgd" not in self.optimizer
-        for name in defaults if alone else ():
+        for name in () if self.has_noise else defaults:
             if name.startswith("noise_") and getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name} must be given with noise, got it alone: "
                                  f"{getattr(self, name)}")  # fmt: skip
@@ -282,6 +280,11 @@ class TrainingConfig:
         if option := next((name for name, value in by_step.items() if value), None):
             raise ValueError(f"batch_schedule must not be given with {option}: epochs then have "
                              "different numbers of steps")  # fmt: skip
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether the run has gradient noise, which the name of an optimiser may bring."""
+        return self.noise != "none" or "noisy_sgd" in self.optimizer
 
     @property
     def batch_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -318,7 +321,7 @@ class TrainingConfig:
         step, linear = self.schedule == "step", self.schedule == "linear"
         falls = (step and not self.milestones) or (linear and not self.average_from)
         falls |= self.schedule == "linear_held"
-        falls |= self.noise != "none" and self.noise_until < 1
+        falls |= self.has_noise and self.noise_until < 1
         free = {entry.name for entry in fields(self) if entry.metadata.get("free")}
         return {k: v for k, v in plain.items() if k not in free or (falls and k == "num_epochs")}
 

@@ -10,7 +10,7 @@ from ritz.curvature._matrices import (
     gradient_covariance,
     hessian,
 )
-from ritz.curvature._noise import noise_sample
+from ritz.curvature._noise_sample import noise_sample
 from ritz.curvature._products import CurvatureOperator
 from ritz.curvature._risk import Risk
 from ritz.curvature._statistics import distance, gradient_statistics, summary

@@ -20,9 +20,7 @@ from torch.nn import functional
 
 from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._modes import LIMITS
-from ritz.curvature._sample_gradients import Call
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+from ritz.curvature._sample_gradients import CONVOLUTIONS, Call
 
 
 @dataclass(frozen=True, slots=True)

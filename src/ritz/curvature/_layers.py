@@ -132,7 +132,8 @@ class LayerOperator(LinearOperator):
         # V -> G V A + mu V, for each column as a matrix [W b].
         A, G = self.factors.inputs, self.factors.outputs
         V = self._joint(block)
-        return self.flatten(torch.einsum("pq,qik,ij->pjk", G, V, A).add_(V, alpha=self.shift))
+        joint = torch.einsum("pq,qik,ij->pjk", G, V, A).add_(V, alpha=self.shift)
+        return flatten_layer(joint, bias=self.bias)
 
     def _joint(self, block: Tensor) -> Tensor:
         """Return a block ``(n, k)`` as ``(o, i, k)``."""
@@ -142,11 +143,12 @@ class LayerOperator(LinearOperator):
         weight = block[:-width].reshape(width, len(self.factors.inputs) - 1, count)
         return torch.cat([weight, block[-width:].unsqueeze(1)], 1)
 
-    def flatten(self, joint: Tensor) -> Tensor:
-        """Return matrices [W b], ``(o, i, k)``, as vectors ``(n, k)``."""
-        if not self.bias:
-            return joint.flatten(0, 1)
-        return torch.cat([joint[:, :-1].flatten(0, 1), joint[:, -1]])
+
+def flatten_layer(joint: Tensor, *, bias: bool) -> Tensor:
+    """Return matrices [W b], ``(o, i, k)``, as vectors ``(n, k)``: rows of the weight, bias."""
+    if not bias:
+        return joint.flatten(0, 1)
+    return torch.cat([joint[:, :-1].flatten(0, 1), joint[:, -1]])
 
 
 @exact.register
@@ -156,7 +158,7 @@ def _(op: LayerOperator, quantity: Quantity) -> Exact:
         # tr (G (x) A) = tr G tr A
         return Exact(float(G.double().trace() * A.double().trace()) + op.shift * op.shape[0])
     entries = torch.outer(G.diagonal(), A.diagonal())
-    return Exact(op.flatten(entries.unsqueeze(2))[:, 0] + op.shift)
+    return Exact(flatten_layer(entries.unsqueeze(2), bias=op.bias)[:, 0] + op.shift)
 
 
 def kfac(
@@ -238,7 +240,7 @@ class LayerSums:
         self.risk, self.module, self.keys = risk, module, keys
         self.names = {key: full_name(name, key) for key in keys}
         self.size = sum(risk.space.shapes[full].numel() for full in self.names.values())
-        linear = rules.unroll.dispatch(type(module)) is not rules.unroll.dispatch(object)
+        linear = rules.is_unrolled(module)
         plain = keys in (("weight",), ("bias",), ("weight", "bias"))
         self.factored = alone and linear and plain and getattr(module, "groups", 1) == 1
         zeros = risk.theta.new_zeros
@@ -249,6 +251,9 @@ class LayerSums:
             self.inputs, self.outputs = zeros(width, width), zeros(shape[0], shape[0])
         else:
             self.total = zeros(*(self.size,) * (2 if self.size <= LIMITS.dense_block else 1))
+
+    def sums(self) -> tuple[Tensor, ...]:
+        return (self.inputs, self.outputs) if self.factored else (self.total,)
 
     def add(self, call: Call, deltas: Tensor, weight: float, *, first: bool) -> None:
         if self.factored:
@@ -272,7 +277,7 @@ class LayerSums:
     def _add_factors(self, call: Call, deltas: Tensor, weight: float, first: bool) -> None:
         # 1 / T goes to either factor: their product is the same, but not if they are damped.
         positions = factors.num_positions(self.module, deltas)
-        convolves = isinstance(self.module, factors.CONVOLUTIONS)
+        convolves = isinstance(self.module, rules.CONVOLUTIONS)
         split = (1, 1 / positions) if convolves else (1 / positions, 1)
         x = call.args[0]
         if first:
@@ -300,3 +305,35 @@ def root(matrix: Tensor) -> Tensor:
     # Contiguous, as files hold it: the last bits of a product depend on the layout.
     square_root: Tensor = (vectors * values.clamp_min(0).sqrt()).contiguous()
     return square_root
+
+
+BlockRoot = dict[str, Tensor]  # a square root of a block, or two of Kronecker factors, by name
+
+
+def block_root(op: LinearOperator) -> BlockRoot:
+    """Return a square root of a block of :func:`kfac`."""
+    if isinstance(op, LayerOperator):
+        return {"inputs": root(op.factors.inputs), "outputs": root(op.factors.outputs)}
+    if isinstance(op, operators.DiagonalOperator):
+        return {"diagonal": op.entries.sqrt()}
+    if isinstance(op, operators.DenseOperator):
+        return {"dense": root(op.matrix)}
+    raise TypeError(f"op must be a block of kfac(), got {type(op).__name__}")
+
+
+def times_root(roots: BlockRoot, xi: Tensor, *, bias: bool) -> Tensor:
+    """Return a square root of a block times Gaussian numbers ``(n, k)``.
+
+    Args:
+        roots: Of :func:`block_root`.
+        xi: Independent standard normal numbers.
+        bias: The block is that of weight and bias of a layer.
+    """
+    if "diagonal" in roots:
+        return roots["diagonal"][:, None] * xi
+    if "dense" in roots:
+        return roots["dense"] @ xi
+    # V = G^(1/2) Xi A^(1/2)': Cov[V_oi, V_pj] = G_op A_ij
+    A, G = roots["inputs"], roots["outputs"]
+    xi = xi.reshape(len(G), len(A), -1)
+    return flatten_layer(torch.einsum("pq,qik,ji->pjk", G, xi, A), bias=bias)

@@ -141,14 +141,15 @@ class KnownLoss:
 
     def draw(self, outputs: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
         """Draw labels from the model whose negative log likelihood is the loss."""
-        outputs = outputs.detach()
+        outputs, device = outputs.detach(), generator.device
+        options: Any = {"generator": generator, "device": device, "dtype": torch.float64}
         if self.kind == "squared_error":
             # The mean of d squares is the negative log likelihood of a Gaussian of variance d / 2.
-            noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+            noise = torch.randn(outputs.shape, **options)
             return outputs + noise.to(outputs) * math.sqrt(outputs.shape[1:].numel() / 2)
         binary = self.kind == "binary_cross_entropy"
         shape = outputs.shape if binary else (len(outputs), *outputs.shape[2:])
-        uniform = torch.rand(shape, generator=generator, dtype=torch.float64).to(outputs.device)
+        uniform = torch.rand(shape, **options).to(outputs.device)
         if binary:
             return (uniform < outputs.sigmoid()).to(outputs.dtype)
         drawn = torch.empty(shape, dtype=torch.int64, device=outputs.device)

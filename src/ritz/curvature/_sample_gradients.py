@@ -166,6 +166,9 @@ def _(module: nn.Linear, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | 
     return a, deltas.reshape(count, batch, 1, -1, deltas.shape[-1]).transpose(-1, -2)
 
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
 @unroll.register(nn.Conv1d)
 @unroll.register(nn.Conv2d)
 @unroll.register(nn.Conv3d)
@@ -176,6 +179,26 @@ def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
         patches(module, call.args[0]),
         deltas.reshape(count, batch, groups, channels // groups, -1),
     )
+
+
+def is_unrolled(module: nn.Module) -> bool:
+    """Return whether :func:`unroll` has a rule for a module."""
+    return unroll.dispatch(type(module)) is not unroll.dispatch(object)
+
+
+def unrolled(module: nn.Module, call: Call, deltas: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield :func:`unroll` of some samples at a time: the patches of a convolution are large."""
+    size = batch = deltas.shape[1]
+    if isinstance(module, CONVOLUTIONS):
+        entries = module.groups * module.weight[0].numel() * deltas[0, 0, 0].numel()
+        size = max(1, _limit(deltas) // entries)
+    for start in range(0, batch, size):
+        part = slice(start, start + size)
+        rows = call if size >= batch else call.rows(part)
+        parts = unroll(module, rows, deltas[:, part])
+        if parts is None:
+            raise RuntimeError(f"{type(module).__name__} has no rule in unroll()")
+        yield parts
 
 
 def patches(module: Any, x: Tensor) -> Tensor:
@@ -207,34 +230,38 @@ def sample_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
 @singledispatch
 def squared_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     """Return the sums of squares ``(*shape)`` over columns and samples, by name."""
-    parts = unroll(module, call, deltas)
-    total = {name: torch.zeros_like(call.state[name]) for name in call.chosen}
-    if parts is None:
+    total: Params = {}
+
+    def add(name: str, squares: Tensor) -> None:
+        square = squares.reshape(call.state[name].shape)
+        total[name] = total[name].add_(square) if name in total else square
+
+    if not is_unrolled(module):
         for gradients in in_chunks(module, call, deltas):
             for name, gradient in gradients.items():
-                total[name] += gradient.square().sum((0, 1))
+                add(name, gradient.square().sum((0, 1)))
         return total
-    a, delta = parts
-    if "weight" in total:
-        total["weight"] = weight_squares(a, delta).reshape(call.state["weight"].shape)
-    if "bias" in total:
-        total["bias"] = delta.sum(-1).square().sum((0, 1)).reshape(call.state["bias"].shape)
+    for a, delta in unrolled(module, call, deltas):
+        if "weight" in call.chosen:
+            add("weight", weight_squares(a, delta))
+        if "bias" in call.chosen:
+            add("bias", _bias_gradients(delta).square().sum((0, 1)))
     return total
 
 
 @singledispatch
 def squared_norm(module: nn.Module, call: Call, deltas: Tensor) -> Tensor:
     """Return the sum of squares over columns, samples and parameters, in float64."""
-    parts = unroll(module, call, deltas)
-    if parts is None:
-        squares = squared_gradients(module, call, deltas).values()
-        return torch.stack([square.sum(dtype=torch.float64) for square in squares]).sum()
-    a, delta = parts
     total = torch.zeros((), dtype=torch.float64, device=deltas.device)
-    if "weight" in call.chosen:
-        total += _weight_norm(a, delta)
-    if "bias" in call.chosen:
-        total += delta.sum(-1).square().sum(dtype=torch.float64)
+    if not is_unrolled(module):
+        for square in squared_gradients(module, call, deltas).values():
+            total += square.sum(dtype=torch.float64)
+        return total
+    for a, delta in unrolled(module, call, deltas):
+        if "weight" in call.chosen:
+            total += _weight_norm(a, delta)
+        if "bias" in call.chosen:
+            total += _bias_gradients(delta).square().sum(dtype=torch.float64)
     return total
 
 
@@ -281,15 +308,19 @@ def in_chunks(module: nn.Module, call: Call, deltas: Tensor) -> Iterator[Params]
         yield sample_gradients(module, call.rows(part), deltas[columns, part])
 
 
-def chunks(deltas: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
+def chunks(deltas: Tensor, entries: int, limit: int | None = None) -> Iterator[tuple[slice, slice]]:
     """Yield columns and rows to process at once if each pair has so many entries."""
     count, batch = deltas.shape[:2]
-    limit = LIMITS.gradients * (1 if deltas.device.type == "cpu" else 16)
+    limit = _limit(deltas) if limit is None else limit
     columns = min(count, max(1, limit // entries))
     size = min(batch, max(1, limit // (entries * columns)))
     for start in range(0, count, columns):
         for first in range(0, batch, size):
             yield slice(start, start + columns), slice(first, first + size)
+
+
+def _limit(deltas: Tensor) -> int:
+    return LIMITS.gradients * (1 if deltas.device.type == "cpu" else 16)
 
 
 def _folded(delta: Tensor) -> Tensor:
@@ -304,17 +335,71 @@ def _products(a: Tensor, delta: Tensor) -> Tensor:
     return (_folded(delta) @ a.transpose(-1, -2)).view(batch, groups, count, width, -1)
 
 
+def _bias_gradients(delta: Tensor) -> Tensor:
+    # A view of a single position: sum() would copy it.
+    return delta[..., 0] if delta.shape[-1] == 1 else delta.sum(-1)
+
+
 def weight_squares(a: Tensor, delta: Tensor) -> Tensor:
     """Return the sums of squares ``(groups, o, i)`` of gradients in the weight."""
     groups, inputs, positions = a.shape[1:]
-    outputs = delta.shape[3]
-    if positions == 1:
-        # (delta_o a_i)^2 = delta_o^2 a_i^2
-        energy = delta[..., 0].square().sum(0)
-        return torch.einsum("bgo,bgi->goi", energy, a[..., 0].square())
-    total = a.new_zeros(groups, outputs, inputs)
-    for columns, part in chunks(delta, groups * outputs * inputs):
-        total += _products(a[part], delta[columns, part]).square_().sum((0, 2))
+    total = a.new_empty(groups, delta.shape[3], inputs)
+    few = positions <= (LIMITS.pairs if a.device.type == "cpu" else LIMITS.pairs_gpu)
+    return _sum_pairs(total, a, delta) if few else _sum_products(total.zero_(), a, delta)
+
+
+def _sum_pairs(total: Tensor, a: Tensor, delta: Tensor) -> Tensor:
+    """Return the squares as products of pairs of positions: one matrix product for many samples.
+
+    The gradient of a single sample is never formed. It is much larger than its few positions.
+    """
+    (batch, groups, inputs, positions), (count, _, _, outputs, _) = a.shape, delta.shape
+    # Inputs of several positions are read several times: (batch, groups, T, i), row by row.
+    x, d = (part.mT if positions == 1 else part.mT.contiguous() for part in (a, delta))
+    size = _pair_rows(a, positions * groups * (inputs + count * outputs))
+    # One pair of buffers for all: fresh memory costs more than the squares that are written to it.
+    rooms = [a.new_empty(rows * size * groups * positions) for rows in (inputs, count * outputs)]
+    for start in range(0, batch, size):
+        part = slice(start, start + size)
+        for t in range(positions):
+            # (sum_t delta_t a_t)^2 = sum_t (delta_t^2 a_t^2 + 2 sum_s>t delta_t delta_s a_t a_s)
+            pairs = _lagged(x[part], t, rooms[0])
+            deltas = _lagged(d[:, part], t, rooms[1])
+            energy = deltas[0] if count == 1 else deltas.sum(0)
+            energy[:, :, 1:] *= 2
+            left = energy.permute(1, 3, 0, 2).reshape(groups, outputs, -1)
+            right = pairs.transpose(0, 1).reshape(groups, -1, inputs)
+            total.baddbmm_(left, right, beta=float(start + t > 0))  # the first overwrites
+    return total
+
+
+def _pair_rows(a: Tensor, entries: int) -> int:
+    """Return the number of samples at once, each with so many entries."""
+    # 512 rows of a matrix product on the CPU: buffers that a cache holds, at full speed.
+    size = 512 // a.shape[3] if a.device.type == "cpu" else _limit(a) // entries
+    return max(1, min(len(a), size))
+
+
+def _lagged(rows: Tensor, t: int, room: Tensor) -> Tensor:
+    """Return the products of position t with itself and the later ones, ``(..., T - t, i)``."""
+    later = rows[..., t:, :]
+    return torch.mul(rows[..., t : t + 1, :], later, out=room[: later.numel()].view(later.shape))
+
+
+def _sum_products(total: Tensor, a: Tensor, delta: Tensor) -> Tensor:
+    """Add the squares of sample gradients, which are formed for a few samples at a time."""
+    (groups, outputs, inputs), room = total.shape, None
+    limit = LIMITS.products if a.device.type == "cpu" else None
+    for columns, part in chunks(delta, total.numel(), limit):
+        folded, x = _folded(delta[columns, part]), a[part].mT
+        shape = *folded.shape[:3], inputs
+        room = a.new_empty(shape) if room is None else room  # the first part is the largest
+        gradients = torch.matmul(folded, x, out=room.flatten()[: math.prod(shape)].view(shape))
+        if folded.shape[::2] == (1, outputs):  # one column of one sample
+            total.addcmul_(gradients[0], gradients[0])
+        else:
+            squares = gradients.square_().view(len(x), groups, -1, outputs, inputs)
+            total += squares.sum((0, 2))
     return total
 
 

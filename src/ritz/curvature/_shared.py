@@ -3,7 +3,6 @@
 from ritz.curvature._batches import draw_samples
 from ritz.curvature._exact import Rows
 from ritz.curvature._factors import (
-    CONVOLUTIONS,
     affine_gradients,
     input_columns,
     input_moment,
@@ -36,8 +35,8 @@ from ritz.curvature._losses import (
 )
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
 from ritz.curvature._noise_kinds import NOISE_KINDS, OF_STEP, NoiseKind, scale_of_step
+from ritz.curvature._noise_step import StepNoise, step_generator
 from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._risk import check_risk
-from ritz.curvature._sample_gradients import Call, squared_gradients
+from ritz.curvature._sample_gradients import CONVOLUTIONS, Call, squared_gradients
 from ritz.curvature._statistics import Summary, layer_table, sample_gradient_parts
-from ritz.curvature._step_noise import StepNoise

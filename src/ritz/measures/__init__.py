@@ -10,6 +10,7 @@ from ritz.measures._calibrated import (
     excess_risk,
 )
 from ritz.measures._calibration import Temperature, scaled, temperature
+from ritz.measures._curvature_noise import batch_variance, curvature_variance, shrinkage
 from ritz.measures._degeneracy import Degeneracy, rank_bound, rank_degeneracy
 from ritz.measures._folding import fold_batch_norm
 from ritz.measures._gradient_noise import GradientNoise, gradient_noise
@@ -22,7 +23,6 @@ from ritz.measures._landscape import (
     random_direction,
     ritz_directions,
 )
-from ritz.measures._noise import batch_variance, curvature_variance, shrinkage
 from ritz.measures._outliers import BulkEdge, GradientOverlap, bulk_edge, gradient_overlap
 from ritz.measures._sharpness import Sharpness, sharpness
 from ritz.measures._stability import curvature_ratio, least_damping, stable_rate

@@ -17,7 +17,7 @@ from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
-from ritz.measures._noise import checked_group_size, random_groups, unseen_by
+from ritz.measures._curvature_noise import checked_group_size, random_groups, unseen_by
 from ritz.operators import LinearOperator
 from ritz.spectra import trace
 

@@ -12,7 +12,7 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, stderr
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
-from ritz.measures._noise import checked_group_size, contrasts, random_groups, unseen_by
+from ritz.measures._curvature_noise import checked_group_size, contrasts, random_groups, unseen_by
 from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs
 

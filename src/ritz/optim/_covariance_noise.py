@@ -12,7 +12,6 @@ from torch.optim import SGD, Optimizer
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import unwrapped
 from ritz._core.params import check_optimizer, parameters
-from ritz._core.random import epoch_generator
 from ritz.curvature._shared import (
     NOISE_KINDS,
     OF_STEP,
@@ -21,6 +20,7 @@ from ritz.curvature._shared import (
     NoiseKind,
     StepNoise,
     scale_of_step,
+    step_generator,
 )
 
 STEP = "noise_step"  # in the first group of the optimiser: steps taken
@@ -216,12 +216,15 @@ class CovarianceNoise:
             self._noise = self._of_step(mean)
             return
         noise, rows = self._step.collect(mean)
-        if rows <= self.small and self.num_steps == 0:
+        # Only in the first step: of several processes, the number is a tensor on the device.
+        if self.num_steps == 0 and rows <= self.small:
             raise ValueError(
-                f"small must be less than the samples of a step, got {self.small} and {rows}"
+                f"small must be less than the samples of a step, got {self.small} and {int(rows)}"
             )
         # A smaller batch at the end of an epoch has as much noise by itself.
-        factor = math.sqrt(max(0.0, 1 / self.small - 1 / rows))
+        excess: Any = 1 / self.small - 1 / rows
+        many = isinstance(excess, Tensor)
+        factor = excess.clamp_min(0).sqrt() if many else math.sqrt(max(0.0, excess))
         self._noise = {p: noise[name].mul_(factor) for name, p in self._named.items()}
 
     # --------------------------------------------------------------------------------------
@@ -229,10 +232,8 @@ class CovarianceNoise:
 
     def _of_step(self, mean: Callable[[str], Tensor]) -> dict[Tensor, Tensor]:
         rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
-        device = next(iter(self._named.values())).device
-        # The numbers depend on seed and step alone, so that a resumed run draws them again.
-        seed = epoch_generator(self.seed, (self.num_steps + 1) << 16).initial_seed()
-        rng = torch.Generator(device).manual_seed(seed)
+        device = self._step.device
+        rng = step_generator(self.seed, self.num_steps + 1, device)
         noise: dict[Tensor, Tensor] = {}
         for name, p in self._named.items():
             xi = torch.randn(p.shape, generator=rng, device=device, dtype=p.dtype)
@@ -267,14 +268,19 @@ class CovarianceNoise:
         if self._noise is not None and self.momentum == "after":
             found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
             for group in optimizer.param_groups:
+                rate = group["lr"]
                 for p in group["params"]:
-                    if p in self._noise and p.grad is not None:
-                        # A step that a fused optimiser skips has no noise either.
-                        rate = group["lr"] if found_inf is None else group["lr"] * (found_inf == 0)
-                        if isinstance(rate, Tensor):  # read on the device
-                            p.addcmul_(self._noise[p], rate.to(p.dtype))
-                        else:
-                            p.add_(self._noise[p], alpha=rate)
+                    if p not in self._noise or p.grad is None:
+                        continue
+                    noise = self._noise[p]
+                    if found_inf is not None:
+                        # A step that a fused optimiser skips has no noise either. No product: its
+                        # noise may be infinite.
+                        noise = torch.where(found_inf.to(p.device) == 0, noise, 0.0)
+                    if isinstance(rate, Tensor):  # read on the device
+                        p.addcmul_(noise, rate.to(p))
+                    else:
+                        p.add_(noise, alpha=rate)
         if self.refresh > 1 and self.active and self._step.fresh:
             self._save()
         self._noise, self._begun = None, False

@@ -15,6 +15,7 @@ A module in this folder is found by its name; nothing is registered by hand.
 
 import dataclasses
 import datetime
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -199,7 +200,7 @@ def track(items: Collection[T], label: str, progress: bool | Progress) -> Iterat
 
 
 def compute_cells(
-    compute: Callable[[T], R],
+    compute: Callable[[T], R] | Callable[[T, StatePath], R],
     cells: Mapping[str, T],
     label: str,
     *,
@@ -211,7 +212,7 @@ def compute_cells(
 
     Args:
         compute: Returns the result of a cell, which must be storable: tensors, plain values and
-            results of ritz.
+            results of ritz. A second parameter called ``state`` takes a path for its own state.
         cells: Arguments of ``compute`` by the names of the cells.
         label: Label of the progress bar.
         config: The configuration. A saved state of another one is refused.
@@ -219,8 +220,14 @@ def compute_cells(
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     finished = Parts(Journal(state, {"config": repr(config)}))
+    saves = "state" in inspect.signature(compute).parameters
+
+    def one(cell: T, *, state: StatePath) -> R:
+        call: Callable[..., R] = compute
+        return call(cell, state) if saves else call(cell)
+
     return {
-        name: finished.get(name, lambda state, cell=cell: compute(cell))
+        name: finished.get(name, functools.partial(one, cell))
         for name, cell in track(cells.items(), label, progress)
     }
 

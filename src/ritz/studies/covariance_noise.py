@@ -8,25 +8,22 @@ Two examples in two dimensions are computed exactly.
 """
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import mse_loss
 
-from ritz import data, models, plots
+from ritz import plots
 from ritz._core.checks import check_choice, check_count, is_below
-from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress
 from ritz.curvature import Risk, gradient_statistics, noise_sample
-from ritz.measures import calibrated_sharpness, excess_risk
 from ritz.plots._shared import style
 from ritz.studies._evidence import Evidence, signed, spread
+from ritz.studies._noise_regimes import NOISES, Runner
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -37,7 +34,6 @@ from ritz.studies._protocol import (
     row,
     seeded,
 )
-from ritz.training import CurvatureMonitor, fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +75,6 @@ TASKS = {
     "cifar100/resnet44x2": _task("cifar100", "resnet44x2", 75.55, 73.13, 74.26,
                                  table2=(75.16, 71.98, 73.84, 73.77)),
 }  # fmt: skip
-NOISES: tuple[Literal["full", "diagonal"], ...] = ("full", "diagonal")  # of Figure 2
 MEASURES = ("calibrated max", "generalisation", "optimisation")
 REGIMES = ("small", "large", *(f"large + {noise}" for noise in NOISES))
 METHODS = ("small", "large", "diagonal", "full", "batch change", "multiplicative", "kfac", "trace")
@@ -262,8 +257,11 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
     """Return the accuracies of all methods on all tasks, and the examples in two dimensions."""
     tasks, methods = config.tasks, config.methods
 
-    def compute(cell: tuple[str, str]) -> Cell:
-        return Runner(config, TASKS[cell[0]]).cell(cell[1])
+    def runner(task: str) -> Runner:
+        return Runner(config, TASKS[task].data, TASKS[task].model)
+
+    def compute(cell: tuple[str, str], state: StatePath) -> Cell:
+        return Cell(**runner(cell[0]).cell(cell[1], state))
 
     names = {" ".join(cell).replace("/", " "): cell for cell in product(tasks, methods)}
     cells = compute_cells(compute, names, "methods", config=config, state=state, progress=progress)
@@ -272,7 +270,7 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
         values = [getattr(cell, name) for cell in cells.values()]
         return torch.stack(values).view(len(tasks), len(methods), *values[0].shape)
 
-    layers, variances = Runner(config, TASKS[tasks[0]]).variances(float(table("rates")[0, 0]))
+    layers, variances = runner(tasks[0]).variances(float(table("rates")[0, 0]))
     watched = methods.index("large") if "large" in methods else 0
     parts: Any = {field.name: table(field.name) for field in fields(Cell)}
     parts["fisher_norms"] = parts["fisher_norms"][:, watched]
@@ -295,9 +293,9 @@ def _table_evidence(result: Result) -> Iterator[Evidence]:
         published = TASKS[task].published.get(method, math.nan)
         # Three seeds: within two standard deviations, and a tenth for those of the paper.
         same = is_below(abs(float(values.mean()) - published), 2 * deviation + 0.1)
-        place = c.tasks.index(task), c.methods.index(method)
-        short = (f"{c.num_epochs} epochs, that is {int(result.steps[place][-1])} steps, of batches "
-                 f"of {c.small} and {c.large}; up to 200 epochs of 128 and 4096 there")  # fmt: skip
+        steps = int(result.steps[c.tasks.index(task), c.methods.index(method)][-1])
+        size = c.small if method == "small" else c.large
+        short = f"{c.num_epochs} epochs of {size}, {steps:,} steps; up to 200 epochs there"
         yield Evidence(
             paper="NOISE", where="Table 2" if method in METHODS[4:] else "Table 1",
             what=f"{task}: test accuracy in %, {method}",
@@ -322,6 +320,7 @@ def _figure_evidence(result: Result) -> Iterator[Evidence]:
     faster = full > diagonal and bool(p.norms[0] > p.norms[1])
     large, added_full, added_diagonal = (result.variances.mean(1) / result.variances[0].mean())[1:]
     ratios = result.fisher_norms[0, 0] / result.fisher_norms[0, 1]
+    ratios = ratios[ratios.isfinite()]  # a resumed run has no norms of earlier epochs
     rows = [
         ("Figure 1", "covariance of one step, relative distance from that of small batches, full",
          "almost recovers it", f"{gaps[2]:.3f}; isotropic {gaps[1]:.3f}, diagonal {gaps[3]:.3f}",
@@ -332,8 +331,9 @@ def _figure_evidence(result: Result) -> Iterator[Evidence]:
          "about 1", f"{float(added_full):.2f}, {float(added_diagonal):.2f}; without "
          f"{float(large):.3f}", abs(float(added_diagonal) - 1) < 0.2),
         ("Figure 5a", "Frobenius norm of the Fisher matrix over that of its diagonal",
-         "much larger throughout", f"{float(ratios.min()):.1f} to {float(ratios.max()):.1f}",
-         bool((ratios > 2).all())),
+         "much larger throughout", f"{min(ratios.tolist(), default=math.nan):.1f} to "
+         f"{max(ratios.tolist(), default=math.nan):.1f}",
+         len(ratios) > 0 and bool((ratios > 2).all())),
     ]  # fmt: skip
     at = {method: j for j, method in enumerate(c.methods)}
     if {"large", "diagonal"} <= at.keys():
@@ -351,7 +351,7 @@ def _figure_evidence(result: Result) -> Iterator[Evidence]:
         losses, rest = curves[:, end].tolist(), curves[:, -1].tolist()
         rows.append(("Figure 3", f"{c.tasks[0]}: training loss when the noise ends: large batches, "
                      "diagonal, full", "the first two alike, full higher",
-                     "; at the end of the run ".join(", ".join(f"{x:.4g}" for x in part)
+                     "; at the end ".join(", ".join(f"{x:.3g}" for x in part)
                                                      for part in (losses, rest)),
                      losses[2] > max(losses[:2])))  # fmt: skip
     for where, what, published, measured, holds in rows:
@@ -365,181 +365,6 @@ def _gaps(p: Planar) -> list[float]:
     # |S - S_0| / |S_0| in the Frobenius norm, with S_0 of small batches.
     exact = p.covariances[0]
     return [float((torch.cov(steps.T) - exact).norm() / exact.norm()) for steps in p.steps]
-
-
-# ------------------------------------------------------------------------------------------
-# Training of one row of the tables.
-
-
-class Runner:
-    """Trains the network of a task with every method."""
-
-    def __init__(self, config: Config, task: Task) -> None:
-        self.config, self.task = config, task
-        # Rates are chosen by images of the training set, and the test set is left alone.
-        load: Any = partial(data.load, task.data, data_dir=config.data, device=config.device)
-        self.sets = load()
-        self.tuning = load(validation=len(self.sets.train) // 12)
-
-    def cell(self, method: str) -> Cell:
-        """Return the results of all runs of a method, with its best learning rate."""
-        config = self.config
-        rate, count = self.choose(method), config.num_seeds
-        begin = time.perf_counter()
-        runs = [self.train(method, rate, config.seed + k, first=not k) for k in range(count)]
-        seconds = (time.perf_counter() - begin) / count
-        return Cell(
-            accuracies=column(each["accuracy"] for each in runs),
-            rates=torch.tensor(rate, dtype=torch.float64),
-            losses=torch.stack([each["losses"] for each in runs]).mean(0),
-            steps=self._steps(method),
-            sharpness=column(each["sharpness"] for each in runs),
-            generalisation=column(each["terms"][0] for each in runs),
-            optimisation=column(each["terms"][1] for each in runs),
-            fisher_norms=runs[0]["norms"],
-            seconds=torch.tensor(seconds, dtype=torch.float64),
-        )
-
-    def choose(self, method: str) -> float:
-        """Return the learning rate with the best validation accuracy."""
-        rates = self.config.rates
-        if len(rates) == 1:
-            return rates[0]
-        seed, epochs = self.config.seed + 1000, self.config.tuning_epochs
-        runs = [self._fit(method, rate, seed, self.tuning, epochs=epochs)[1] for rate in rates]
-        # A run that diverged is never the best.
-        values = [each.metrics["validation_accuracy"] if each.status.ok else 0.0 for each in runs]
-        return rates[max(range(len(rates)), key=values.__getitem__)]
-
-    def train(self, method: str, rate: float, seed: int, *, first: bool) -> dict[str, Any]:
-        """Return the results of a run; of the ``first`` one also norms of Fisher matrices."""
-        norms = torch.full((2, self.config.num_epochs + 1), math.nan, dtype=torch.float64)
-        # Figure 5a watches the Fisher matrix along one run with large batches.
-        watched = self.sets.train.take(min(1024, len(self.sets.train)), generator=seeded(0))
-        monitor = FisherNorms(watched.tensors()) if first and method == "large" else None
-        model, result = self._fit(method, rate, seed, self.sets, monitor)
-        for epoch, pair in ({} if monitor is None else monitor.found).items():
-            norms[:, epoch] = column(pair)
-        losses = torch.full((self.config.num_epochs,), math.nan, dtype=torch.float64)
-        # A run that diverged has fewer epochs.
-        losses[: result.num_epochs] = result.history["train_loss"]
-        return {
-            "accuracy": result.metrics.get("test_accuracy", math.nan),
-            "losses": losses,
-            "sharpness": self._sharpness(model),
-            "terms": self._terms(model),
-            "norms": norms,
-        }
-
-    def variances(self, rate: float) -> tuple[tuple[str, ...], Tensor]:
-        """Return names and mean gradient variances by layer, Figure 2."""
-        # A partially trained network, as in Figure 2: one epoch.
-        model, _ = self._fit("small", rate, self.config.seed, self.sets, epochs=1)
-        risk = self._risk(model, self.sets.train, min(8192, len(self.sets.train)))
-        statistics = gradient_statistics(risk)
-        names = statistics.names
-        counts = column(risk.space.shapes[name].numel() for name in names)
-        variance = column(statistics.layers[name][2] for name in names)
-        # Samples with replacement: V / M for a batch of M.
-        rows = [variance / self.config.small, variance / self.config.large]
-        for kind in NOISES:
-            block = noise_sample(risk, kind, num_samples=64)
-            squares = risk.space.unflatten(block.double().square().mean(1))
-            added = column(float(squares[name].sum()) for name in names)
-            rows.append(rows[1] + added * (1 / self.config.small - 1 / self.config.large))
-        return names, torch.stack(rows) / counts
-
-    def _fit(
-        self, method: str, rate: float, seed: int, sets: Any, monitor: Any = None,
-        epochs: int | None = None,
-    ) -> tuple[nn.Module, Any]:  # fmt: skip
-        shape: Any = {"num_classes": sets.num_classes, "input_shape": sets.shape}
-        model = models.create(self.task.model, generator=seeded(seed), **shape)
-        count = epochs or self.config.num_epochs
-        options = self._options(method, model, count)
-        # Appendix E.1: division by 10 after 1/2 and 3/4, and a warm-up over 5 % for large batches.
-        warmup = 0 if method == "small" else math.ceil(0.05 * count)
-        model.to(self.config.device)
-        if monitor is not None:
-            monitor(0, model, None)
-        result = fit(
-            model, sets, optimizer_settings={"lr": rate, "momentum": 0.9, "weight_decay": 5e-4},
-            num_epochs=count, schedule="step", warmup=warmup, seed=seed, evaluate_every=count,
-            monitors=[] if monitor is None else [monitor],
-            **options,
-        )  # fmt: skip
-        if result.status.outcome == "interrupted":  # fit takes ctrl-C as a wish to save
-            raise KeyboardInterrupt
-        return model, result
-
-    def _options(self, method: str, model: nn.Module, count: int) -> dict[str, Any]:
-        """Return the options of training that make a method, for a number of epochs."""
-        if method == "small":
-            return {"batch_size": self.config.small}
-        options: dict[str, Any] = {"batch_size": self.config.large}
-        if batch_norms(model):
-            options["ghost_batch"] = self.config.small
-        if method == "batch change":
-            small, large, switch = self.config.small, self.config.large, self._switch(count)
-            options["batch_schedule"] = f"0:{small},{switch}:{large}"
-        elif method != "large":
-            options |= {"noise": method, "noise_until": self.config.noise_until}
-            # Multiplicative noise has a fixed scale; the others have the noise of small batches.
-            if method != "multiplicative":
-                options["noise_batch"] = self.config.small
-        return options
-
-    def _switch(self, count: int) -> int:
-        """Return the number of epochs with small batches before large ones, of so many."""
-        return max(1, round(self.config.noise_until * count))
-
-    def _steps(self, method: str) -> Tensor:
-        config, switch = self.config, self._switch(self.config.num_epochs)
-        sizes = [config.small if method == "small" else config.large] * config.num_epochs
-        # ceil(N / B) steps per epoch: the last batch is smaller.
-        if method == "batch change":
-            sizes[:switch] = [config.small] * min(switch, config.num_epochs)
-        return column(math.ceil(len(self.sets.train) / size) for size in sizes).cumsum(0)
-
-    def _risk(self, model: nn.Module, split: Any, count: int) -> Risk:
-        # The same samples for every network, so that differences are those of the networks.
-        part = split.take(count, generator=seeded(0))
-        return Risk(model.eval(), cross_entropy, part.tensors(), batch_size=512)
-
-    def _terms(self, model: nn.Module) -> tuple[float, float]:
-        parts = (self.sets.train, self.sets.test)
-        count = min(10_000, *map(len, parts))
-        try:
-            terms = excess_risk(*(self._risk(model, part, count) for part in parts))
-        except ValueError:  # the run diverged
-            return math.nan, math.nan
-        return terms.generalisation, terms.optimisation
-
-    def _sharpness(self, model: nn.Module) -> float:
-        train, test = self.sets.train, self.sets.test
-        count = min(1024, len(test), len(train))
-        try:
-            return float(calibrated_sharpness(
-                model,
-                lambda m: self._risk(m, train, count),
-                lambda m: self._risk(m, test, len(test)),
-            ))  # fmt: skip
-        except ValueError:  # diverged, or every held-out image is right
-            return math.nan
-
-
-class FisherNorms:
-    """Monitor that collects the Frobenius norms of the Fisher matrix and of its diagonal."""
-
-    unit = "epoch"
-
-    def __init__(self, source: Any) -> None:
-        self.found: dict[int, tuple[float, float]] = {}
-        self._monitor = CurvatureMonitor(source, quantities=["fisher"], batch_size=512)
-
-    def __call__(self, count: int, model: nn.Module, optimizer: Any) -> None:
-        numbers = self._monitor.measure(model)
-        self.found[count] = numbers["fisher_norm"], numbers["fisher_diagonal_norm"]
 
 
 # ------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def make_penalty(model: nn.Module, config: TrainingConfig) -> ActivationPenalty 
     """Return the penalty on the last activations of a model, if that is wanted."""
     if not (config.activation_penalty or config.change_penalty):
         return None
-    if config.noise != "none" or "noisy_sgd" in config.optimizer:
+    if config.has_noise:
         raise ValueError(
             "activation_penalty and change_penalty must be 0 with noise, whose gradients of "
             "samples do not include them"

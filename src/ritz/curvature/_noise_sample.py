@@ -12,7 +12,7 @@ descent with covariance noise*, sections 2.2, D, E.2 and F.
 """
 
 import math
-from functools import partial, singledispatch
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import recording
 from ritz._core.random import probes, resolve_generator
-from ritz.curvature._layers import LayerOperator, kfac, root
+from ritz.curvature._layers import block_root, kfac, times_root
 from ritz.curvature._matrices import batch_seeds, likelihood, require_outputs
 from ritz.curvature._modes import LIMITS, attempt
 from ritz.curvature._noise_kinds import (
@@ -36,7 +36,6 @@ from ritz.curvature._noise_kinds import (
 )
 from ritz.curvature._risk import Risk
 from ritz.curvature._structure import loss_column, structure_squares
-from ritz.operators import BlockDiagonalOperator, DenseOperator, DiagonalOperator, LinearOperator
 
 
 def noise_sample(
@@ -188,8 +187,12 @@ def _from_moments(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Te
     constant = risk.with_constant_statistics()
     if kind == "kfac":
         # The L2 term of the risk is not part of the noise.
-        block: Tensor = draw_from(kfac(constant.without_l2(), kind="empirical"), count, rng)
-        return block
+        blocks = kfac(constant.without_l2(), kind="empirical").ops
+        xis = _gaussian(risk, count, rng).split([op.shape[0] for op in blocks])
+        return torch.cat([
+            times_root(block_root(op), xi, bias=getattr(op, "bias", False))
+            for op, xi in zip(blocks, xis, strict=True)
+        ])  # fmt: skip
     quantity: Any = "diagonal" if kind == "diagonal" else "trace"
     moments, note = structure_squares(
         constant, quantity, lambda index, full: loss_column(constant, full)
@@ -200,37 +203,3 @@ def _from_moments(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Te
     if isinstance(moments, Tensor):  # the diagonal
         return xi * moments.sqrt()[:, None]
     return xi * math.sqrt(float(moments) / (risk.space.size if kind == "trace" else 1))
-
-
-@singledispatch
-def draw_from(op: LinearOperator, count: int, generator: torch.Generator) -> Tensor:
-    """Return samples ``(n, count)`` of a normal distribution with this covariance."""
-    raise TypeError(f"op must be a block of kfac(), got {type(op).__name__}")
-
-
-@draw_from.register
-def _(op: BlockDiagonalOperator, count: int, generator: torch.Generator) -> Tensor:
-    return torch.cat([draw_from(block, count, generator) for block in op.ops])
-
-
-@draw_from.register
-def _(op: DiagonalOperator, count: int, generator: torch.Generator) -> Tensor:
-    return op.entries.sqrt()[:, None] * _normal(op, count, generator)
-
-
-@draw_from.register
-def _(op: DenseOperator, count: int, generator: torch.Generator) -> Tensor:
-    return root(op.matrix) @ _normal(op, count, generator)
-
-
-@draw_from.register
-def _(op: LayerOperator, count: int, generator: torch.Generator) -> Tensor:
-    # V = G^(1/2) Xi A^(1/2)': Cov[V_oi, V_pj] = G_op A_ij
-    A, G = root(op.factors.inputs), root(op.factors.outputs)
-    xi = _normal(op, count, generator).view(len(G), len(A), count)
-    return op.flatten(torch.einsum("pq,qik,ji->pjk", G, xi, A))
-
-
-def _normal(op: LinearOperator, count: int, generator: torch.Generator) -> Tensor:
-    like: Any = {"dtype": op.dtype, "device": op.device}
-    return probes((op.shape[0], count), kind="gaussian", generator=generator, **like)

@@ -7,8 +7,8 @@ outputs, which hooks record on the way.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map_only
 
 from ritz._core.batches import num_rows, take_rows
 from ritz._core.distributed import all_sum, rank, world_size
-from ritz._core.modes import batch_norms, evaluating, recording
+from ritz._core.modes import arithmetic, batch_norms, evaluating, recording
 from ritz._core.random import epoch_generator
 from ritz.curvature import _sample_gradients as rules
-from ritz.curvature._layers import LayerOperator, LayerSums, root
+from ritz.curvature._layers import BlockRoot, LayerSums, block_root, times_root
 from ritz.curvature._losses import Adapter, KnownLoss
 from ritz.curvature._matrices import likelihood, require_outputs
 from ritz.curvature._modes import LIMITS, constant_statistics
@@ -35,10 +35,24 @@ from ritz.curvature._noise_kinds import (
 from ritz.curvature._risk import Risk
 from ritz.curvature._sample_gradients import Call, full_name, hooks_on_calls, owners
 from ritz.curvature._structure import structure_plan
-from ritz.operators import DiagonalOperator
 
 Noise = dict[str, Tensor]  # by parameter
-Roots = dict[str, dict[str, Tensor]]  # by the first parameter of a module, or by parameter
+Roots = dict[str, BlockRoot]  # by the first parameter of a module, or by parameter
+HALF = (torch.float16, torch.bfloat16)
+
+
+def step_generator(
+    seed: int, step: int, device: torch.device, *, stream: int = 0
+) -> torch.Generator:
+    """Return the generator of a step, on a device: a resumed run draws the same numbers again.
+
+    Args:
+        seed: Seed of the noise.
+        step: Number of the step, from one.
+        device: Device of the weights, so that a step does not wait for numbers from the CPU.
+        stream: Numbers that differ between processes have their own streams.
+    """
+    return epoch_generator(seed, (step << 16) + stream, device)
 
 
 @final
@@ -73,6 +87,7 @@ class StepNoise:
         self.adapter, self.kind, self.seed = adapter, kind, seed
         self.params = {k: p for k, p in adapter.model.named_parameters() if p.requires_grad}
         self.layers = dict(adapter.model.named_modules())
+        self.device = next((p.device for p in self.params.values()), torch.device("cpu"))
         self.roots: Roots = {}  # of the last second moments
         self._checked = False
         self._known: KnownLoss | None = None  # of ``true``
@@ -88,8 +103,9 @@ class StepNoise:
         self._blocks: dict[str, LayerSums] = {}
         self._rows = 0
         self._signs: Any = 0.0
+        self._scaled = False
         # Signs and labels belong to the rows of a process.
-        self._own = epoch_generator(self.seed, (step << 16) + rank() + 1)
+        self._own = step_generator(self.seed, step, self.device, stream=rank() + 1)
 
     @contextmanager
     def observing(self, batch: Any, *, wanted: bool = True) -> Iterator[None]:
@@ -117,6 +133,7 @@ class StepNoise:
             share: Share of the piece in the loss of the step.
         """
         count = num_rows(batch)
+        self._scaled |= isinstance(scale, Tensor)
         if self.kind in BY_GRADIENT:
             self._pull_signed(outputs, target, scale, count)
         loss.backward()
@@ -124,11 +141,14 @@ class StepNoise:
             if self._pass.calls:
                 self._add_moments(count, _unscaled(count, scale * share))
             else:
-                self._pass_again(batch, count)
+                self._pass_again(batch, count, outputs)
         self._rows += count
 
-    def collect(self, mean: Callable[[str], Tensor]) -> tuple[Noise, int]:
+    def collect(self, mean: Callable[[str], Tensor]) -> tuple[Noise, int | Tensor]:
         """Return the noise of the step, the same in all processes, and its number of samples.
+
+        Half precision may overflow: an element of the noise that is not finite is then zero, and
+        second moments that are not finite are computed anew in the next step.
 
         Args:
             mean: The mean gradient in a parameter, over all processes.
@@ -137,24 +157,30 @@ class StepNoise:
         if self.kind in BY_GRADIENT:
             noise = self._summed()
             for name, value in noise.items():
-                value /= math.sqrt(rows)
+                value /= rows**0.5
                 if self.kind == "centred":
                     # Cov[n - t g] = F - g g', with t = M^(-1/2) sum_i s_i
-                    value.sub_(mean(name) * (signs / math.sqrt(rows)))
+                    value.sub_(mean(name) * (signs / rows**0.5))
+                if self._scaled:
+                    value.nan_to_num_(0.0, 0.0, 0.0)
             return noise, rows
         if self.fresh:
             self.roots = self._new_roots(rows)
+        if not self.roots:
+            return {name: torch.zeros_like(p) for name, p in self.params.items()}, rows
         return self._drawn(), rows
 
-    def _sums(self) -> tuple[int, Any]:
-        """Return numbers of samples, and sums of signs, over all processes."""
+    def _sums(self) -> tuple[Any, Any]:
+        """Return numbers of samples, and sums of signs, over all processes.
+
+        Of several processes they are tensors, so that nothing waits for the device.
+        """
         if world_size() == 1:
-            return self._rows, self._signs  # without waiting for the device
-        device = next(iter(self.params.values())).device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
+            return self._rows, self._signs
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         sums[0], sums[1] = self._rows, self._signs
-        rows, signs = all_sum(sums).tolist()
-        return int(rows), signs
+        rows, signs = all_sum(sums).unbind()
+        return rows, signs
 
     # --------------------------------------------------------------------------------------
     # What is possible with a model.
@@ -197,7 +223,7 @@ class StepNoise:
     # Losses with random signs, and labels drawn from the model.
 
     def _pull_signed(self, outputs: Tensor, target: Any, scale: float | Tensor, count: int) -> None:
-        point = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+        point = outputs.float() if outputs.dtype in HALF else outputs
         if self._known is not None:
             column = label_columns(self._known, point, target, 1, self._own)[0]
         else:
@@ -223,6 +249,8 @@ class StepNoise:
     def _summed(self) -> Noise:
         zeros = {k: torch.zeros_like(p) for k, p in self.params.items() if k not in self._total}
         parts = {name: (self._total | zeros)[name] for name in self.params}
+        if world_size() == 1:
+            return parts
         flat = all_sum(torch.cat([part.reshape(-1) for part in parts.values()]))
         pieces = flat.split([part.numel() for part in parts.values()])
         return {k: piece.view_as(parts[k]) for k, piece in zip(parts, pieces, strict=True)}
@@ -236,9 +264,9 @@ class StepNoise:
         record = Pass(calls={name: [] for name in self._modules}, deltas={})
         self._pass = record
 
-        def note(name: str, args: Any, kwargs: Any, output: Any) -> None:
+        def note(name: str, args: Any, kwargs: Any, output: Any) -> Tensor | None:
             if not isinstance(output, Tensor) or not output.requires_grad:
-                return
+                return None
             module = self.layers[name]
             state = dict(module.named_parameters()) | dict(module.named_buffers())
             state = {key: value.detach() for key, value in state.items()}
@@ -246,18 +274,23 @@ class StepNoise:
                         chosen=self._modules[name])  # fmt: skip
             record.calls[name].append(call)
             if receive is not None:
-                output.register_hook(partial(_keep, record.deltas, name))
+                output.register_hook(receive(name))
+                return None
+            return output.clone()  # the next operation may be in place
 
         with hooks_on_calls({name: self.layers[name] for name in self._modules}, note):
             yield
 
-    def _pass_again(self, batch: Any, count: int) -> None:
+    def _pass_again(self, batch: Any, count: int, outputs: Tensor) -> None:
         """Pass a batch again with constant statistics: train mode couples its samples.
 
-        Dropout is off in this pass. Derivatives in the weights are not computed.
+        Dropout is off in this pass. Derivatives in the weights are not computed. Outputs of half
+        precision, with weights of another, are those of autocast, which this pass needs too.
         """
+        half = outputs.dtype in HALF and outputs.dtype != next(iter(self.params.values())).dtype
+        cast: Any = torch.autocast(self.device.type, outputs.dtype) if half else nullcontext()
         with evaluating(self.adapter.model, batch_statistics=True), constant_statistics():
-            with self._hooks(None), recording():
+            with self._hooks(None), recording(), cast:
                 outputs, target = self.adapter.forward(batch)
                 loss = self.adapter.loss(outputs, target)
             calls = {name: each[0] for name, each in self._pass.calls.items() if len(each) == 1}
@@ -274,19 +307,18 @@ class StepNoise:
                 f"noise of kind {self.kind!r} needs one call of each module per batch, but this "
                 f"does not hold for {lost[:3]}: use kind='full'"
             )
-        with torch.no_grad():
+        # TF32 has more digits than half precision, and is several times as fast as float32.
+        half = any(delta.dtype in HALF for delta in self._pass.deltas.values())
+        with torch.no_grad(), arithmetic("tf32" if half else None):
             for name, call, delta in self._pass.single():
-                wide = _widened(call)
-                deltas = delta.to(wide.output.dtype).unsqueeze(0)
-                self._add_module(name, wide, deltas, count, factor)
+                self._add_module(name, _widened(call), _wide(delta).unsqueeze(0), count, factor)
         self._pass = Pass(calls={}, deltas={})
 
     def _add_module(self, name: str, call: Call, deltas: Tensor, count: int, factor: Any) -> None:
         layer, keys = self.layers[name], self._modules[name]
         if self.kind == "kfac":
             if name not in self._blocks:
-                risk = self._checked_risk()
-                self._blocks[name] = LayerSums(risk, name, keys, layer, alone=True)
+                self._blocks[name] = self._new_block(name)
             # The derivative of a sample over root n, and n as weight: sums over samples.
             self._blocks[name].add(call, deltas * (factor / math.sqrt(count)), count, first=True)
             return
@@ -299,46 +331,52 @@ class StepNoise:
             part = square.mul_(factor**2)
             self._total[place] = self._total[place].add_(part) if place in self._total else part
 
-    def _new_roots(self, rows: float) -> Roots:
-        """Return square roots of the mean second moments over all processes."""
+    def _new_roots(self, rows: float | Tensor) -> Roots:
+        """Return square roots of the mean second moments over all processes.
+
+        There are none if half precision overflowed, which costs one look at the device.
+        """
         if self.kind == "kfac":
-            return {full_name(name, keys[0]): self._module_root(name, keys, rows)
-                    for name, keys in self._modules.items()}  # fmt: skip
+            blocks = {name: self._block(name, rows) for name in self._modules}
+            sums = [each for block in blocks.values() for each in block.sums()]
+            if self._scaled and not _are_finite(sums):
+                return {}
+            return {full_name(name, self._modules[name][0]): block_root(block.operator())
+                    for name, block in blocks.items()}  # fmt: skip
         if self.kind == "diagonal":
-            return {k: {"root": v.div_(rows).sqrt_()} for k, v in self._summed().items()}
+            squares = self._summed()
+            if self._scaled and not _are_finite(list(squares.values())):
+                return {}
+            return {k: {"root": v.div_(rows).sqrt_()} for k, v in squares.items()}
         first = next(iter(self.params.values()))
         parts = [part.double() for part in self._total.values()]
         total = torch.stack(parts).sum() if parts else first.new_zeros((), dtype=torch.float64)
         variance = all_sum(total) / rows
+        if self._scaled and not _are_finite([variance]):
+            return {}
         if self.kind == "trace":
             variance = variance / sum(p.numel() for p in self.params.values())
         return {next(iter(self.params)): {"deviation": variance.sqrt().to(first.dtype)}}
 
-    def _module_root(self, name: str, keys: tuple[str, ...], rows: float) -> dict[str, Tensor]:
-        if name not in self._blocks:  # a process without rows
-            layer, risk = self.layers[name], self._checked_risk()
-            self._blocks[name] = LayerSums(risk, name, keys, layer, alone=True)
-        block = self._blocks[name]
-        for sums in ("inputs", "outputs") if block.factored else ("total",):
-            all_sum(getattr(block, sums)).div_(rows)
-        op = block.operator()
-        if isinstance(op, LayerOperator):
-            A, G = op.factors.inputs, op.factors.outputs
-            return {"inputs": root(A), "outputs": root(G)}
-        if isinstance(op, DiagonalOperator):
-            return {"diagonal": op.entries.sqrt()}
-        return {"dense": root(block.total)}
+    def _block(self, name: str, rows: float | Tensor) -> LayerSums:
+        """Return the mean sums of a module over all processes."""
+        block = self._blocks.get(name) or self._new_block(name)  # none in a process without rows
+        for sums in block.sums():
+            all_sum(sums).div_(rows)
+        return block
+
+    def _new_block(self, name: str) -> LayerSums:
+        if self._risk is None:
+            raise RuntimeError("the noise of a step needs a batch: call backward() before step()")
+        return LayerSums(self._risk, name, self._modules[name], self.layers[name], alone=True)
 
     def _drawn(self) -> Noise:
         """Draw Gaussian noise from the roots, with the same numbers in all processes."""
-        device = next(iter(self.params.values())).device
-        # On the device of the weights: as many numbers as weights, in every step.
-        seed = epoch_generator(self.seed, self._step << 16).initial_seed()
-        rng = torch.Generator(device).manual_seed(seed)
+        rng = step_generator(self.seed, self._step, self.device)
 
         def normal(shape: Any) -> Tensor:
             dtype = next(iter(self.params.values())).dtype
-            return torch.randn(shape, generator=rng, device=device, dtype=dtype)
+            return torch.randn(shape, generator=rng, device=self.device, dtype=dtype)
 
         if self.kind == "diagonal":
             return {k: normal(p.shape).mul_(self.roots[k]["root"]) for k, p in self.params.items()}
@@ -346,34 +384,15 @@ class StepNoise:
             deviation = next(iter(self.roots.values()))["deviation"]
             return {k: normal(p.shape).mul_(deviation) for k, p in self.params.items()}
         noise: Noise = {}
-        for name, keys in owners(list(self.params)).items():
-            noise |= self._drawn_module(name, keys, normal)
+        for module, keys in owners(list(self.params)).items():
+            names = [full_name(module, key) for key in keys]
+            shapes = [self.params[name].shape for name in names]
+            sizes = [shape.numel() for shape in shapes]
+            xi = normal((sum(sizes), 1))
+            flat = times_root(self.roots[names[0]], xi, bias="bias" in keys)[:, 0]
+            parts = zip(names, flat.split(sizes), shapes, strict=True)
+            noise |= {name: part.view(shape) for name, part, shape in parts}
         return noise
-
-    def _drawn_module(
-        self, name: str, keys: tuple[str, ...], normal: Callable[[Any], Tensor]
-    ) -> Noise:
-        names = [full_name(name, key) for key in keys]
-        roots, shapes = self.roots[names[0]], [self.params[each].shape for each in names]
-        if "inputs" in roots:
-            A, G = roots["inputs"], roots["outputs"]
-            # V = G^(1/2) Xi A^(1/2)', with the bias as the last column
-            V = G @ normal((len(G), len(A))) @ A.T
-            width = shapes[0][1:].numel() if len(names) > 1 else V.shape[1]
-            parts = [V[:, :width], V[:, width:]]
-        else:
-            xi = normal(sum(shape.numel() for shape in shapes))
-            flat = roots["dense"] @ xi if "dense" in roots else roots["diagonal"] * xi
-            parts = list(flat.split([shape.numel() for shape in shapes]))
-        return {
-            each: part.reshape(shape)
-            for each, part, shape in zip(names, parts, shapes, strict=False)
-        }
-
-    def _checked_risk(self) -> Risk:
-        if self._risk is None:
-            raise RuntimeError("the noise of a step needs a batch: call backward() before step()")
-        return self._risk
 
 
 def _unscaled(count: int, scale: Any) -> Any:
@@ -384,17 +403,15 @@ def _unscaled(count: int, scale: Any) -> Any:
     return count / scale
 
 
-def _keep(deltas: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-    deltas[name] = gradient
+def _are_finite(tensors: list[Tensor]) -> bool:
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def _widened(call: Call) -> Call:
-    """Return a call with half-precision tensors, as autocast makes them, in float32."""
-
-    def wide(tensor: Tensor) -> Tensor:
-        half = tensor.dtype in (torch.float16, torch.bfloat16)
-        return tensor.float() if half else tensor
-
-    args, kwargs = tree_map_only(Tensor, wide, (call.args, call.kwargs))
-    output = wide(call.output.detach())
-    return Call(args=args, kwargs=kwargs, output=output, state=call.state, chosen=call.chosen)
+    """Return a call with arguments in half precision, as autocast makes them, in float32."""
+    args, kwargs = tree_map_only(Tensor, _wide, (call.args, call.kwargs))
+    return replace(call, args=args, kwargs=kwargs)
