@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import mpmath
 import networkx as nx
 import numpy as np
 import torch
-from scipy.linalg import hilbert
+from scipy.linalg import hadamard, hilbert
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -94,6 +94,34 @@ def wigner(n: int, *spikes: float) -> Tensor:
     return matrix
 
 
+def star(n: int) -> Tensor:
+    """The adjacency matrix of a star: rank two, and the two eigenvalues cancel in the trace."""
+    matrix = torch.zeros(n, n, dtype=torch.float64)
+    matrix[0, 1:] = matrix[1:, 0] = 1.0
+    return matrix
+
+
+def arrow(n: int, tip: float, edge: float) -> Tensor:
+    """A diagonal matrix with one full row and column."""
+    matrix = torch.diag(torch.linspace(1, 3, n, dtype=torch.float64))
+    matrix[0, 1:] = matrix[1:, 0] = edge
+    matrix[0, 0] = tip
+    return matrix
+
+
+def ones(n: int, size: int) -> Tensor:
+    """The identity with a small block of ones: most probes give the same sample."""
+    matrix = torch.eye(n, dtype=torch.float64)
+    matrix[:size, :size] += 1.0
+    return matrix
+
+
+def signs(eigenvalues: Any) -> Tensor:
+    """A matrix whose eigenvectors have entries of one size, as random signs do."""
+    basis = torch.from_numpy(hadamard(len(eigenvalues)).astype(float))
+    return (basis * torch.as_tensor(np.asarray(eigenvalues)) / len(eigenvalues)) @ basis.T
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A named matrix, graph or network; whether it is positive definite, and whether it is easy."""
@@ -133,7 +161,20 @@ MATRICES = {
     "Wigner": Matrix(lambda: wigner(400), positive=False, easy=True),
     "spiked Wigner": Matrix(lambda: wigner(300, 10.0, -6.0), positive=False),
     "indefinite": Matrix(lambda: rotated(np.linspace(-1, 3, 150)), positive=False, easy=True),
+    "seventeen rows": Matrix(lambda: rotated(np.r_[100.0, np.ones(16)])),
+    "block of three ones": Matrix(lambda: ones(64, 3)),
+    "block of four ones": Matrix(lambda: ones(64, 4)),
+    "arrow": Matrix(lambda: arrow(300, 1e4, 5.0)),
+    "log-normal": Matrix(lambda: rotated(np.exp(2 * _draws(300)))),
+    "clusters 1e-6 apart": Matrix(lambda: rotated(np.repeat([1.0, 1.0 + 1e-6], [40, 60]))),
+    "one entry of 1e6": Matrix(lambda: torch.diag(torch.tensor([1e6] + [1.5] * 199).double())),
+    "Hadamard": Matrix(lambda: signs(np.r_[100.0, 50.0, 20.0, np.full(253, 0.1)])),
+    "star": Matrix(lambda: star(100), positive=False),
 }
+
+
+def _draws(n: int) -> Any:
+    return np.random.default_rng(0).standard_normal(n)
 
 
 def _low_rank(n: int, rank: int, shift: float) -> Tensor:
@@ -280,7 +321,8 @@ def _traces(method: str, **settings: Any) -> Estimator:
     def run(op: Any, generator: Any, **more: Any) -> Any:
         return ritz.trace(op, method=method, num_probes=16, generator=generator, **settings, **more)
 
-    return Estimator(run, lambda matrix, values: matrix.trace())
+    # torch.trace adds one after the other, with more roundoff than the estimates.
+    return Estimator(run, lambda matrix, values: math.fsum(matrix.diagonal().tolist()))
 
 
 def _functions(
@@ -451,6 +493,7 @@ ESTIMATORS = {
     "tr 1/A, Lanczos": _functions(torch.reciprocal, "lanczos", "positive"),
     "tr sqrt(A), Lanczos": _functions(torch.sqrt, "lanczos", "positive"),
     "tr -A log A, Lanczos": _functions(torch.special.entr, "lanczos", "positive"),
+    "eigenvalues above 1.5, Lanczos": replace(_functions(lambda x: x > 1.5, "lanczos"), rtol=None),
     "tr 1/A, block Krylov": _functions(torch.reciprocal, "krylov", "positive"),
     "tr exp(A), Chebyshev": _functions(torch.exp, "chebyshev"),
     "tr exp(A), maximum entropy": _functions(torch.exp, "maxent"),

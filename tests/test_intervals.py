@@ -18,6 +18,10 @@ MANY = (
     "one outlier",
     "one entry off the diagonal",
     "indefinite",
+    "seventeen rows",
+    "block of three ones",
+    "arrow",
+    "star",
 )
 FEW = ("identity", "condition 30", "exponential", "one entry off the diagonal", "indefinite")
 EASY = ("seven rows", "identity", "condition 30", "indefinite")
@@ -32,6 +36,7 @@ GROUPS = {
         FEW,
         8,
     ),
+    "steps": (("eigenvalues above 1.5, Lanczos",), (*FEW, "log-normal", "arrow"), 8),
     "block Krylov": (("tr 1/A, block Krylov", "log det, block Krylov"), FEW, 12),
     "log determinants": (("log det, Lanczos", "log det, auto"), FEW, 10),
     "moments": (("moments", "tr exp(A), Chebyshev", "tr exp(A), maximum entropy"), FEW, 8),

@@ -287,3 +287,39 @@ def test_a_read_only_array_is_accepted_without_a_warning():
     csr = scipy.sparse.csr_array(np.eye(3))
     csr.data.flags.writeable = False
     assert torch.equal(as_operator(csr).dense(), EYE)
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_a_product_that_writes_to_its_block_is_refused(columnwise):
+    op = FunctionOperator(lambda block: block.mul_(2), n=5, columnwise=columnwise)
+    with pytest.raises(ValueError, match="must not change the block in place"):
+        op @ torch.ones(5, 2)
+    with torch.inference_mode():
+        assert float((FunctionOperator(lambda block: 2 * block, n=5) @ torch.ones(5)).sum()) == 10
+
+
+@pytest.mark.parametrize(
+    ("matrix", "error"),
+    [
+        (np.eye(3, dtype=object), "matrix must be float32 or float64, got object"),
+        (
+            np.eye(3, dtype=np.longdouble),
+            "matrix must be float32 or float64, got (longdouble|float)",
+        ),
+        (np.ma.masked_array(np.eye(3), np.eye(3) > 2), "matrix must have no mask"),
+    ],
+)
+def test_matrices_that_torch_cannot_hold_are_named(matrix, error):
+    with pytest.raises(TypeError, match=error):
+        as_operator(matrix)
+
+
+def test_bytes_in_the_other_order_are_swapped():
+    matrix = np.diag([1.0, 2.0]).astype(">f8")
+    assert as_operator(matrix).matrix.tolist() == [[1.0, 0.0], [0.0, 2.0]]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse BSR tensor support")
+def test_a_tensor_of_sparse_blocks_is_refused():
+    with pytest.raises(TypeError, match="must be in COO, CSR or CSC format"):
+        as_operator(torch.eye(4).to_sparse_bsr((2, 2)))

@@ -127,3 +127,33 @@ def test_a_repeated_eigenvalue_in_single_precision():
     found = ritz.logdet(hidden(3 * torch.eye(500)), method="lanczos", num_products=100)
     assert 0 < float(found.truncation) < 1e-6 * float(found)
     assert holds(found, 500 * math.log(3))
+
+
+JUMPS = {
+    "step": lambda x: (x > 1.3).double(),
+    "kink": lambda x: (x - 1.3).abs(),
+    "peak": lambda x: ((x - 1.3).abs() < 0.05).double(),
+}
+
+
+@pytest.mark.parametrize("name", JUMPS)
+@pytest.mark.parametrize("method", ["lanczos", "krylov"])
+def test_a_function_that_changes_between_the_nodes_has_no_small_truncation(method, name, rng):
+    # The nodes go to the outliers, and between 1 and 2 there are few.
+    values = torch.cat([torch.linspace(1, 2, 280, dtype=DOUBLE), torch.logspace(1, 4, 20)])
+    op = hidden(with_spectrum(values.double(), generator=rng).matrix)
+    truth = float(JUMPS[name](values).sum())
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        found = ritz.trace_function(
+            op, JUMPS[name], method=method, num_steps=12, num_probes=16, generator=generator
+        )
+        assert holds(found, truth)
+
+
+def test_a_sign_function_with_a_gap_around_zero_converges(rng):
+    half = torch.linspace(1, 3, 150, dtype=DOUBLE)
+    op = hidden(with_spectrum(torch.cat([-half[:100], half]), generator=rng).matrix)
+    for function in (torch.sign, torch.reciprocal):
+        found = ritz.trace_function(op, function, method="lanczos", num_steps=60, num_probes=16)
+        assert float(found.truncation) < 1e-3 * float(found.stderr)

@@ -6,8 +6,8 @@ import torch
 import ritz
 from ritz._core.results import Estimate, Status, stderr
 from ritz._core.sampling import (
+    ALIKE,
     CHUNK,
-    FEWEST,
     Samples,
     Sampling,
     check_samples,
@@ -206,9 +206,9 @@ def test_probes_are_drawn_one_after_another_whatever_the_block(op):
 
 
 def test_the_least_number_of_probes_is_taken_even_if_fewer_would_do(op):
-    plan = Sampling(7, rtol=0.5, max_probes=30, block_size=2)
+    plan = Sampling(13, rtol=0.5, max_probes=30, block_size=2)
     estimate = run(plan, op, lambda block: torch.ones(block.shape[1]))
-    assert (len(estimate.samples), estimate.status.outcome) == (7, "converged")
+    assert (len(estimate.samples), estimate.status.outcome) == (13, "converged")
 
 
 def test_probes_are_doubled_until_the_interval_is_narrow_enough(op):
@@ -303,10 +303,10 @@ def test_sampling_ends_when_it_converged_or_cannot():
     assert settled(0.01, torch.inf)
 
 
-@pytest.mark.parametrize("count", range(2, 9))
+@pytest.mark.parametrize("count", range(2, 14))
 def test_few_equal_samples_say_nothing_about_their_spread(count):
     estimate = mean_of(Samples(torch.full((count,), 7.0, dtype=torch.float64))).judged(0.1)
-    known = count >= FEWEST
+    known = count >= ALIKE
     assert estimate.status.outcome == ("converged" if known else "uncertain")
     assert float(estimate.truncation) == (0.0 if known else torch.inf)
 
@@ -344,6 +344,26 @@ def test_samples_that_agree_by_chance_are_not_exact(name, num_probes):
         truth = torch.as_tensor(TRUTHS[name])
         known = bool(((low - 1e-9 <= truth) & (truth <= high + 1e-9)).all())
         assert known or float(estimate.stderr.max()) > 1e-9
+
+
+# z'Az is 57 + (z_1 + z_2 + z_3)^2, and three of four probes agree.
+THREE_ONES = torch.eye(60, dtype=torch.float64)
+THREE_ONES[:3, :3] = 1.0
+
+
+@pytest.mark.parametrize("name", ["hutchinson", "trace_function", "frobenius_norm"])
+@pytest.mark.parametrize("num_probes", [6, 8, 10, 11])
+def test_a_block_of_three_ones_is_not_taken_for_a_diagonal_matrix(name, num_probes):
+    truths = TRUTHS | {
+        "frobenius_norm": float(THREE_ONES.norm()),
+        "trace_function": float(torch.linalg.eigvalsh(THREE_ONES).exp().sum()),
+    }
+    wrong = 0
+    for seed in range(60):
+        estimate = FEW[name](hidden(THREE_ONES), num_probes=num_probes, generator=seeded(seed))
+        spread = float(estimate.stderr) > 1e-9
+        wrong += not spread and abs(float(estimate) - truths[name]) > float(estimate.error()) + 1e-9
+    assert wrong <= 0.1 * 60
 
 
 @pytest.mark.parametrize("num_probes", [2, 4])

@@ -154,3 +154,64 @@ def test_the_mean_is_differentiable_in_the_parameters_of_a_kernel(kernel, rng):
     assert float(lengthscale.grad) == pytest.approx(slope, rel=1e-5)
     slope = (exact(0, step) - exact(0, -step)) / (2 * step)
     assert float(noise.grad) == pytest.approx(slope, rel=1e-5)
+
+
+def test_a_block_krylov_space_refuses_products_of_no_symmetric_matrix(rng):
+    values = torch.linspace(1, 3, 120, dtype=torch.float64)
+    matrix = with_spectrum(values, generator=rng).matrix
+    skew = torch.randn(120, 120, generator=rng, dtype=torch.float64).triu() * 1e-3
+    calls = []
+
+    def drifting(block):
+        calls.append(0)
+        return matrix @ block + 1e-3 * len(calls) * torch.roll(block, 1, 0)
+
+    for product in (lambda block: (matrix + skew) @ block, drifting):
+        op = FunctionOperator(product, n=120, dtype=torch.float64)
+        with pytest.raises(ValueError, match="op must be symmetric and the same in every call"):
+            ritz.logdet(op, method="krylov", num_products=60)
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (None, "function must be callable, got NoneType"),
+        (lambda x: 1.0, "function must return a real tensor, got float"),
+        (lambda x: torch.sqrt(x + 0j), "function must return a real tensor, got torch.complex128"),
+    ],
+)
+def test_a_function_that_is_none_of_real_numbers_is_refused(function, error):
+    with pytest.raises(TypeError, match=error):
+        ritz.trace_function(torch.eye(20), function, num_steps=3, num_probes=4)
+
+
+@pytest.mark.parametrize("floor", [float("nan"), -math.inf, "a"])
+def test_a_floor_that_is_no_number_is_refused(floor):
+    with pytest.raises((ValueError, TypeError), match="floor must be"):
+        ritz.trace_function(torch.eye(20), torch.exp, num_steps=3, num_probes=4, floor=floor)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "krylov", "eigenvalues"])
+def test_comparisons_count_eigenvalues(method, rng):
+    values = torch.cat([torch.full((90,), -1.0), torch.full((30,), 2.0)]).double()
+    op = with_spectrum(values, generator=rng)
+    weight = torch.tensor(1.0, requires_grad=True)
+    for function in (lambda x: x > 0, lambda x: (x > 0).long(), lambda x: (x > 0) * weight):
+        found = ritz.trace_function(op, function, method=method, num_steps=6, num_probes=16)
+        assert within(found, 30.0)
+        assert not found.mean.requires_grad
+
+
+def test_a_function_may_write_to_its_argument(rng):
+    op = with_spectrum(torch.linspace(1, 2, 100, dtype=torch.float64), generator=rng)
+    settings = {"method": "lanczos", "num_steps": 6, "num_probes": 4}
+    there = ritz.trace_function(op, lambda x: x.square_(), **settings)
+    assert torch.equal(there.mean, ritz.trace_function(op, torch.square, **settings).mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_roundoff_beyond_the_rank_is_not_taken_for_asymmetry(dtype, rng):
+    values = torch.cat([torch.linspace(1, 3, 8), torch.zeros(112)]).to(dtype)
+    op = with_spectrum(values, generator=rng)
+    found = ritz.trace_function(op, torch.exp, method="krylov", num_steps=10, num_probes=8)
+    assert within(found, float(values.double().exp().sum()))

@@ -59,6 +59,8 @@ def check_count(name: str, value: int, *, low: int = 1, high: int | None = None)
 
 def check_interval(name: str, interval: tuple[float, float]) -> None:
     """Raise unless ``interval`` is ``(low, high)``, finite and with ``low < high``."""
+    if len(interval) != 2:
+        raise ValueError(f"{name} must be a pair of numbers, got {interval}")
     low, high = interval
     # The length is checked, not the two ends: it overflows for (-1e308, 1e308).
     if not (low < high and math.isfinite(high - low)):

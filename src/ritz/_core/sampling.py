@@ -17,11 +17,15 @@ from ritz._core.results import Estimate
 CHUNK = 2**17
 
 # Units of roundoff in a sum of products. In the table of docs/intervals.md no exact value is off by
-# more than 2.
-ROUNDOFF = 4.0
+# more than 2, except for the star: its long row of ones adds up to 6.
+ROUNDOFF = 8.0
 
-# Equal samples are taken for an exact result from this many on: 2^(1-6) < 0.05.
+# With fewer samples than this, a spread below the truncation is taken for chance: 2^(1-6) < 0.05.
 FEWEST = 6
+
+# From this many on, equal samples are taken for an exact result: 0.75^11 < 0.05. Samples are equal
+# if they agree to six digits.
+ALIKE, SAME = 11, 1e-6
 
 
 def column_dots(left: Tensor, right: Tensor) -> Tensor:
@@ -154,15 +158,17 @@ class Sampling:
                     break
         return estimate
 
-    def looks(self, n: int) -> list[int]:
+    def looks(self, n: int, *, products: int = 1) -> list[int]:
         """Return the numbers of probes at which the error is judged; ``n`` means a whole basis.
 
-        ``n`` orthogonal probes give the exact mean, so no more than that are worth their products.
+        ``n`` orthogonal probes give the exact mean, so no more than that many products are worth
+        their cost. ``products`` is the number of products per probe.
         """
         counts = doubling(
             self.num_probes, self.num_probes if self.rtol is None else self.max_probes
         )
-        return [count for count in counts if count < n] + [n] * any(count >= n for count in counts)
+        few = [count for count in counts if products * count < n]
+        return few + [n] * (len(few) < len(counts))
 
     def _complete(
         self, op: Probed, measure: Callable[[Tensor], Tensor], finish: Finish, advice: str
@@ -181,13 +187,17 @@ class Sampling:
         return op.block_size if self.block_size is None else self.block_size
 
 
-def doubted(estimate: Estimate) -> Estimate:
-    """Return the estimate with unknown error where few samples agree by chance."""
-    # Two values come out N times alike with probability 2^(1-N). Fewer than FEWEST equal samples
-    # say nothing about their spread.
-    blind = estimate.stderr <= estimate.truncation
-    if estimate.degrees + 1 >= FEWEST or not bool(blind.any()):
+def doubted(estimate: Estimate, *, alike: int = ALIKE) -> Estimate:
+    """Return the estimate with unknown error where fewer than ``alike`` samples agree."""
+    count = estimate.degrees + 1
+    if count >= alike:
         return estimate
+    blind = estimate.stderr <= estimate.truncation
+    if count >= FEWEST:
+        # A polynomial of degree 2 in random signs, such as z'Az, is constant or differs from any
+        # constant with probability 1/4 or more (Schwartz-Zippel). For a block of three ones it is
+        # 1/4: (z_1 + z_2 + z_3)^2 is 1 in three of four cases.
+        blind &= count**0.5 * estimate.stderr <= SAME * estimate.mean.abs()
     return replace(estimate, truncation=torch.where(blind, torch.inf, estimate.truncation))
 
 
@@ -205,7 +215,9 @@ def doubling(first: int, limit: int) -> list[int]:
 def is_settled(estimate: Estimate, rtol: float | None) -> bool:
     """Return whether more probes are not needed, or of no use."""
     goal = (rtol or 0.0) * float(estimate.mean.norm())
-    judged = estimate.degrees + 1 >= FEWEST  # before that, more probes may tell the spread
+    # Before that, more probes may tell the spread.
+    known = bool(estimate.truncation.isfinite().all())
+    judged = estimate.degrees + 1 >= (FEWEST if known else ALIKE)
     hopeless = judged and not is_below(float(estimate.truncation.norm()), goal)
     return estimate.status.ok or hopeless
 

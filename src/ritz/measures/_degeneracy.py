@@ -18,6 +18,7 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, KnownLoss, known_loss, require_outputs
 from ritz.spectra import Spectrum
+from ritz.spectra._shared import christoffel
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,16 +301,10 @@ def _is_complete(run: Spectrum) -> bool:
 
 
 def _christoffel(run: Spectrum, points: Tensor) -> Tensor:
-    r"""Return the weights :math:`1 / \sum_j p_j(x)^2` of nodes at the points, ``(k,)``."""
+    """Return the weights of nodes at the points, ``(k,)``; zero if the Gauss rule is exact."""
     if _is_complete(run):
         return torch.zeros_like(points)
-    # beta_{j+1} p_{j+1} = (x - alpha_{j+1}) p_j - beta_j p_{j-1}
-    before, last = torch.zeros_like(points), torch.ones_like(points)
-    total, coupling = torch.ones_like(points), 0.0
-    for alpha, beta in zip(run.diagonal.tolist(), run.off_diagonal.tolist(), strict=False):
-        before, last = last, ((points - alpha) * last - coupling * before) / beta
-        coupling, total = beta, total + last.square()
-    return torch.nan_to_num(1 / total, nan=0.0)  # polynomials that overflow are large
+    return christoffel(run.diagonal, run.off_diagonal, points)
 
 
 def _bracket(run: Spectrum, low: float, high: float, *, closed: bool) -> tuple[float, float]:

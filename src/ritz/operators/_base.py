@@ -63,7 +63,10 @@ class LinearOperator(ABC):
         """Return the product with a block ``(n, k)`` or a vector ``(n,)``, which is not changed."""
         check_tensor("block", block, dtype=self.dtype, device=self.device, rows=self.shape[0])
         columns = block if block.ndim == 2 else block[:, None]
+        before = _writes(columns)
         product = self._matmat(columns) if columns.shape[1] else torch.empty_like(columns)
+        if _writes(columns) != before:
+            raise ValueError(f"the product of {self!r} must not change the block in place")
         if product.shape != columns.shape or product.dtype != self.dtype:
             raise TypeError(
                 f"the product of {self!r} must be {tuple(columns.shape)} of {self.dtype}, "
@@ -300,6 +303,11 @@ def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False
             kinds = "shape, dtype and device" if shape else "dtype and device"
             raise ValueError(f"{name} must agree in {kinds}, got {first!r} and {op!r}")
     return first
+
+
+def _writes(tensor: Tensor) -> int:
+    """Return how often a tensor was written to in place; 0 if torch does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _check_number(name: str, value: float) -> None:

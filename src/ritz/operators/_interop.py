@@ -103,7 +103,7 @@ def as_operator(x: OperatorLike) -> LinearOperator:
     if isinstance(x, scipy.sparse.sparray | scipy.sparse.spmatrix):
         return SparseOperator(x)
     if isinstance(x, np.ndarray):
-        return DenseOperator(torch.from_numpy(np.require(x, requirements=["C", "W"])))
+        return DenseOperator(_from_numpy(x))
     if isinstance(x, ScipyOperator):
         return _from_scipy(x)
     if is_networkx(x) or type(x).__module__.startswith("ritz.graphs"):
@@ -116,6 +116,18 @@ def as_operator(x: OperatorLike) -> LinearOperator:
         "of ritz or SciPy, or a function in ritz.operators.FunctionOperator(function, n=...), "
         f"got {type(x).__name__}"
     )
+
+
+def _from_numpy(x: "np.ndarray[Any, Any]") -> Tensor:
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("matrix must have no mask, got a masked array: use its method filled")
+    native = x.astype(x.dtype.newbyteorder("="), copy=False)
+    try:
+        return torch.from_numpy(np.require(native, requirements=["C", "W"]))
+    except TypeError as error:  # torch has no such type
+        raise TypeError(
+            f"matrix must be float32 or float64, got {x.dtype}: convert with astype"
+        ) from error
 
 
 def _from_scipy(x: Any) -> FunctionOperator:

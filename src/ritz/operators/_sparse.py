@@ -361,6 +361,8 @@ def _parts(matrix: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, T
         matrix = matrix.detach()
         if matrix.layout == torch.strided:
             raise TypeError(f"{name} must be sparse (SciPy or torch), got a dense tensor")
+        if matrix.layout in (torch.sparse_bsr, torch.sparse_bsc):
+            raise TypeError(f"{name} must be in COO, CSR or CSC format, got {matrix.layout}")
         matrix = matrix if dtype is None else matrix.to(dtype)
         matrix = matrix.to_sparse_csr()  # which sums repeated entries
         return matrix.crow_indices(), matrix.col_indices(), matrix.values()

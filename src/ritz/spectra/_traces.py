@@ -12,6 +12,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate, Status, power_of_two
 from ritz._core.sampling import (
+    FEWEST,
     ROUNDOFF,
     Samples,
     Sampling,
@@ -58,8 +59,8 @@ def trace(
     :math:`2 (\|A\|_F^2 - \sum_i A_{ii}^2)`. ``hutch++`` computes the trace on the range of a random
     sketch exactly and estimates the rest by sampling. ``xtrace`` averages this over all choices of
     one probe that is left out. Its samples share probes, so its standard error is multiplied by
-    :math:`\sqrt 2`. If ``num_probes`` is at least ``n``, products with unit vectors give the exact
-    trace.
+    :math:`\sqrt 2`. Where that takes no more products, products with the ``n`` unit vectors give
+    the exact trace.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
@@ -122,9 +123,7 @@ def frobenius_norm(
     plan = Sampling(num_probes, rtol, max_probes, probe=probe)
 
     def measure(block: Tensor) -> Tensor:
-        product = op.matmat(block)
-        unit = power_of_two(product)  # the squares of small norms are zero
-        return unit * column_dots(product / unit, product / unit).sqrt()
+        return _norms(op.matmat(block))
 
     def finish(samples: Samples) -> Estimate:
         unit, seed = power_of_two(samples.values), generator.initial_seed()
@@ -162,6 +161,15 @@ def _eps(op: LinearOperator) -> float:
     return ROUNDOFF * torch.finfo(op.dtype).eps
 
 
+def _norms(block: Tensor) -> Tensor:
+    """Return the norms of columns ``(k,)``, in float64."""
+    norms: Tensor = torch.linalg.vector_norm(block, dim=0, dtype=torch.float64)
+    if EASY[0] < float(norms.norm()) < EASY[1]:
+        return norms
+    unit = power_of_two(block)  # the squares of small norms are zero
+    return unit * column_dots(block / unit, block / unit).sqrt()
+
+
 def _forms(block: Tensor, product: Tensor) -> Tensor:
     r"""Return :math:`z^\top A z` and :math:`|z| |A z|`, which bounds its roundoff, ``(k, 2)``."""
     unit, norm = 1.0, float(product.norm())
@@ -187,12 +195,16 @@ def _hutchinson(
 ) -> Estimate:
     """Sample the trace, after a part of rank ``rank`` that is treated exactly (Hutch++)."""
     method = f"Hutch++, sketch of rank {rank}" if rank else "Hutchinson"
-    basis, inside = None, 0.0
+    basis, inside, magnitude = None, 0.0, 0.0
+    if rank and 2 * rank + plan.num_probes >= op.shape[0]:
+        return _by_unit_vectors(op).judged(plan.rtol)
     if rank:
         image = op.matmat(draw_probes(op, rank, kind=plan.probe, generator=generator))
         check_samples(image.T, 0)
         basis = torch.linalg.qr(image).Q
-        inside = float(column_dots(basis, op.matmat(basis)).sum())
+        product = op.matmat(basis)
+        inside = float(column_dots(basis, product).sum())
+        magnitude = float(_norms(product).sum())  # terms of both signs cancel
 
     def measure(block: Tensor) -> Tensor:
         # tr A = tr Q'AQ + tr PAP with P = I - QQ': the first term exactly, the second by probes P z
@@ -204,7 +216,7 @@ def _hutchinson(
         return replace(samples, values=forms + inside).estimate(
             method=method,
             num_products=len(forms) + 2 * rank,
-            truncation=_eps(op) * (magnitudes.mean() + abs(inside)),
+            truncation=_eps(op) * (magnitudes.mean() + magnitude),
             seed=generator.initial_seed(),
         )
 
@@ -215,12 +227,12 @@ def _xtrace(
     op: LinearOperator, plan: Sampling, generator: torch.Generator, progress: bool | Progress
 ) -> Estimate:
     omega = image = torch.empty(op.shape[0], 0, dtype=op.dtype, device=op.device)
-    spent, looks = 0, plan.looks(op.shape[0])
+    spent, looks = 0, plan.looks(op.shape[0], products=2)
     with tracking(progress, "trace", looks[-1]) as bar:
         for count in looks:
             if count == op.shape[0]:
-                known = replace(_by_unit_vectors(op), num_products=spent + count)
-                return known.judged(plan.rtol)
+                known = _by_unit_vectors(op)
+                return replace(known, num_products=spent + count).judged(plan.rtol)
             fresh = draw_probes(op, count - omega.shape[1], kind="gaussian", generator=generator)
             omega, image = torch.cat([omega, fresh], 1), torch.cat([image, op.matmat(fresh)], 1)
             check_samples(image.T, 0)
@@ -292,7 +304,9 @@ def _leave_one_out(op: LinearOperator, omega: Tensor, image: Tensor) -> tuple[Te
     diagonal = inner.double().diagonal()
     inside = diagonal.sum() - column_dots(left_out, inner @ left_out)
     samples = (inside + torch.where(squared > 0, sampled, 0)).cpu()
-    return samples, float(diagonal.abs().sum() + samples.abs().mean())
+    # |q'Aq| may be small where |Aq| is not, and roundoff is relative to |Aq|.
+    size = float(_norms(product).sum() + _norms(image).mean())
+    return samples, size + float(samples.abs().mean())
 
 
 # ------------------------------------------------------------------------------------------
@@ -357,7 +371,9 @@ def diagonal(
                 check_samples(samples.T, running.count)
                 running.add(samples.double())
                 bar.update(running.count)
-            estimate = doubted(running.estimate("mean of z * (A z)" + reason, seed)).judged(rtol)
+            estimate = running.estimate("mean of z * (A z)" + reason, seed)
+            # z_i (A z)_i is linear in the other signs, so two of its values are equally likely.
+            estimate = doubted(estimate, alike=FEWEST).judged(rtol)
             if is_settled(estimate, plan.rtol):
                 break
     return estimate

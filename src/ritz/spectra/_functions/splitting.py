@@ -122,7 +122,7 @@ def block_krylov(
     projected = torch.zeros(dimension, dimension, dtype=torch.float64)
     drawn = draw_probes(op, min(width, dimension), kind="gaussian", generator=generator)
     block: Tensor = torch.linalg.qr(drawn).Q
-    filled, coupling = 0, torch.zeros(0, 0, dtype=torch.float64)
+    filled, norm, coupling = 0, 0.0, torch.zeros(0, 0, dtype=torch.float64)
     while True:
         size = block.shape[1]
         basis[:, filled : filled + size] = block
@@ -135,6 +135,12 @@ def block_krylov(
         again = space.T @ product
         product -= space @ again
         projected[: filled + size, filled : filled + size] = (overlap + again).double().cpu()
+        norm = max(norm, float(projected[: filled + size, filled : filled + size].norm()))
+        # T is symmetric: the coupling of the block before is the part of A V_j along that block.
+        if filled:
+            gap = projected[:filled, filled : filled + size].clone()
+            gap[-coupling.shape[1] :] -= coupling.T
+            _check_symmetric(float(gap.norm()), norm, op)
         filled += size
         bar.update(filled)
         left = min(width, (n if filled == dimension else dimension) - filled)
@@ -143,6 +149,14 @@ def block_krylov(
         if filled == dimension:
             upper = projected.triu()
             return Space(basis, upper + upper.triu(1).T, block, coupling, size)
+
+
+def _check_symmetric(gap: float, size: float, op: LinearOperator) -> None:
+    if not is_below(gap, torch.finfo(op.dtype).eps ** 0.5 * size):
+        raise ValueError(
+            f"op must be symmetric and the same in every call: products differ by "
+            f"{gap:.2g} (norm {size:.2g}) from those of any symmetric matrix"
+        )
 
 
 def _orthonormal(product: Tensor, space: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,8 @@ from ritz.spectra._functions.quadrature import (
     Budget,
     Function,
     Sampler,
+    check_floor,
+    elementwise,
     finite_function,
     floor_error,
     roundoff_error,
@@ -81,7 +83,8 @@ def trace_function(
     ``truncation`` is the error of the quadrature. With a ``floor`` it is a bound for ``torch.log``,
     ``torch.reciprocal``, ``torch.sqrt`` and ``torch.rsqrt``: Gauss and Gauss-Radau rules bracket
     the quadratic form. For other functions, and without a floor, it is an estimate: twice the
-    largest change by a node at either end of the spectrum or by the last eighth of the steps. It is
+    largest change by a node at either end of the spectrum or by the last eighth of the steps, or
+    the error by jumps, kinks and peaks of the function between the nodes, if that is larger. It is
     infinite, and the outcome ``uncertain``, if there are fewer than four steps or if the spectrum
     may reach a pole of the function, such as zero for the logarithm.
 
@@ -97,9 +100,10 @@ def trace_function(
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``. It may be indefinite.
-        function: Elementwise :math:`f` on a float64 tensor of Ritz values, such as
-            ``torch.reciprocal``, ``torch.exp``, ``torch.special.entr`` (:math:`-x \log x`) or
-            ``lambda x: x**p``.
+        function: Elementwise :math:`f` on a float64 tensor of points between the ends of the
+            spectrum, such as ``torch.reciprocal``, ``torch.exp``, ``torch.special.entr``
+            (:math:`-x \log x`), ``lambda x: x**p`` or ``lambda x: x > 1``, which counts
+            eigenvalues.
         num_steps: Krylov dimension ``m``; exact for polynomials of degree ``2 m - 1``.
         num_probes: Number of probes. If ``rtol`` is given, the minimum number.
         method: See above.
@@ -121,6 +125,8 @@ def trace_function(
     check_choice("method", method, get_args(TraceFunctionMethod))
     n = op.shape[0]
     check_count("num_steps", num_steps, high=n)
+    check_floor(floor)
+    function = elementwise(function)
     check_choice("reorthogonalize", reorthogonalize, get_args(Reorthogonalization))
     generator = resolve_generator(generator)
     Sampling(num_probes, rtol, max_probes, block_size, probe)  # checks the arguments

@@ -454,7 +454,7 @@ def start_vector(op: LinearOperator, start: Tensor | None, generator: torch.Gene
     check_finite("start", start)
     if not bool(start.any()):
         raise ValueError("start must not be zero")
-    return start
+    return start.detach()
 
 
 def invariant_status(size: int, n: int) -> Status:
