@@ -78,6 +78,20 @@ def test_the_counts_are_those_of_the_rows():
         assert verdicts.count(name) == count, name
 
 
+# Studies whose rows still list all their numbers.
+LONG = {"adaptive_gap", "averaging_options", "batch_spectra", "covariance_noise", "damping",
+        "flatness"}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_cells_of_the_page_are_short(path):
+    result = ritz.load(path)
+    name = type(result).__module__.rpartition(".")[2]
+    for row in studies.find(name).evidence(result):
+        cells = (row.where, row.what, row.published, row.measured)
+        assert max(map(len, cells)) <= (400 if name in LONG else 80), cells
+
+
 @pytest.mark.parametrize("size", ["smoke", "paper"])
 def test_the_command_of_a_result_names_the_nearest_size(size):
     study = studies.find("averaging_dynamics")

@@ -8,7 +8,8 @@ A study is a module of this package with a frozen ``Config`` that has a ``seed``
 * a keyword ``state`` of ``run``, a path from which an interrupted run resumes; see
   :func:`compute_cells`.
 * ``figure(result)``.
-* ``evidence(result)``, which compares the result with what was published; see ``_evidence.py``.
+* ``evidence(result)``, which compares the result with what was published, and ``setting(result)``,
+  one line on its network and data; see ``_evidence.py``.
 
 A module in this folder is found by its name; nothing is registered by hand.
 """

@@ -246,11 +246,10 @@ def figure(result: Result) -> style.Figure:
     drawing, axes = plots.panels(1, 3 if measured else 1, width=4.4, height=3.2)
     for i, values in enumerate(100 * result.best()):
         axes[0].scatter([i] * len(values), values, color=style.STYLE.blue, s=18,
-                        label=None if i else "measured, one point per run")  # fmt: skip
+                        label=None if i else "one point per run")  # fmt: skip
     if _is_published(c):
         axes[0].scatter(range(len(c.methods)), [PAPER[name] for name in c.methods], marker="_",
                         s=300, color=style.STYLE.grey, label="published mean")  # fmt: skip
-        axes[0].legend(frameon=False)
     axes[0].set_xticks(range(len(c.methods)), c.methods)
     style.finish(axes[0], "", "test accuracy (%)", f"{c.model}, {c.dataset}")
     for axis, mode in zip(axes[1:], MODES, strict=False):
@@ -260,11 +259,9 @@ def figure(result: Result) -> style.Figure:
             axis.plot([*c.epochs, c.num_epochs], curve, "o-", color=colour, markersize=4,
                       label=name)  # fmt: skip
             axis.plot([c.num_epochs], [average], "*", color=colour, markersize=10)
-        axis.set_yscale("log")
+        style.log_scale(axis)
         title = f"batch norm in {mode} mode (star: average)"
         style.finish(axis, "epoch", "largest eigenvalue of the Hessian", title)
-    if measured:
-        axes[1].legend(frameon=False)
     return drawing
 
 
