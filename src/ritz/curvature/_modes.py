@@ -46,9 +46,10 @@ class Limits:
     # Products of a batch that repay a trace: three eager products and then 2.7 gradients each,
     # against 30 gradients and 1.75 each (GPT of 6 layers, ViT, BERT; benchmarks/models.py).
     repaid: int = 16
-    # Share of the samples below which batches of one size, such as a shorter last one, are not
-    # traced. All products then cost at most 3 % more, whatever their number.
-    rare: float = 0.05
+    # Share of the batches below which those of one size, such as a shorter last one, have no trace.
+    # The eager product with a small batch takes about as long as the traced one with a large one
+    # (GPT of 6 layers), so all products then cost a few per cent more, whatever their number.
+    rare: float = 0.03
     # Columns multiplied at once. On an H200 a column of a block of 8 takes 1.1 ms against 9.0 ms
     # alone (MLP); on the CPU both take 18 ms (benchmarks/results/products*.json).
     block_size: int = 8

@@ -393,10 +393,9 @@ class Products:
         return trace, trace.primal(point)
 
     def _is_rare(self, context: Context) -> bool:
-        """Return whether a batch, such as a shorter last one, is too small a part for a trace."""
+        """Return whether so few batches have this size that a trace would not repay."""
         rows = self.risk.batch_rows
-        share = rows.count(context.size) * context.size / sum(rows)
-        return not self._must_trace and share < LIMITS.rare
+        return not self._must_trace and rows.count(context.size) < LIMITS.rare * len(rows)
 
     def _linearize(self, column: Column, context: Context) -> Linearization:
         point = (self.risk.params, context)
