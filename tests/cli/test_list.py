@@ -7,7 +7,7 @@ from cli.own import ritz
 @pytest.mark.parametrize(
     ("what", "name", "words"),
     [
-        ("models", "vgg16_bn", "num_classes"),
+        ("models", "vgg16_bn", "--set-model: width"),
         ("datasets", "cifar100", "32 x 32"),
         ("optimizers", "gadamx/vgg16/cifar", "averaging from epoch 161"),
         ("studies", "synthetic_spectra", "Spectra of random matrices"),
@@ -15,7 +15,7 @@ from cli.own import ritz
 )
 def test_names_are_listed_with_a_description(capsys, what, name, words):
     assert ritz("list", what) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[0] == name)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == [name])
     assert words in line
     assert ritz("list", what, "--json") == 0
     assert words in json.loads(capsys.readouterr().out)["result"][name]

@@ -20,15 +20,15 @@ class Options(PrintOptions):
 
 def command(options: Options) -> None:
     """List what can be chosen by name: models, data sets, optimisers, quantities, studies."""
+    second: dict[str, str] = {}  # listed below, under a title
     if options.what == "models":
-        names = {name: f"options: {', '.join(ritz.models.options(name))}"
-                 for name in ritz.models.available()}  # fmt: skip
+        names = {name: _settings(name) for name in ritz.models.available()}
     elif options.what == "datasets":
         names = {name: ritz.data.describe(name) for name in ritz.data.available()}
     elif options.what == "optimizers":
         # Presets are optimisers with published settings, and know where these were published.
         names = {name: _defaults(name) for name in ritz.training.optimizer_names()}
-        names |= {name: ritz.optim.preset(name).source for name in ritz.optim.preset_names()}
+        second = {name: ritz.optim.preset(name).source for name in ritz.optim.preset_names()}
     elif options.what == "quantities":
         from ritz.training._shared import QUANTITIES
 
@@ -37,9 +37,20 @@ def command(options: Options) -> None:
         # The first line of a study names the table or figure.
         documents = {name: ritz.studies.find(name).__doc__ for name in ritz.studies.available()}
         names = {name: (text or "").splitlines()[0] for name, text in documents.items()}
+    lines = _columns(names)
+    lines += ["", "Published settings, for --preset:", *_columns(second)] if second else []
+    print_result(names | second, as_json=options.json, text="\n".join(lines))
+
+
+def _columns(names: dict[str, str]) -> list[str]:
     width = max(map(len, names))
-    lines = [f"{name:{width}}  {words}".rstrip() for name, words in names.items()]
-    print_result(names, as_json=options.json, text="\n".join(lines))
+    return [f"{name:{width}}  {words}".rstrip() for name, words in names.items()]
+
+
+def _settings(name: str) -> str:
+    """Return the options of a model that the data do not determine."""
+    chosen = [key for key in ritz.models.options(name) if key not in ("num_classes", "input_shape")]
+    return f"--set-model: {', '.join(chosen)}" if chosen else ""
 
 
 def _defaults(name: str) -> str:
