@@ -462,3 +462,10 @@ def test_batches_of_samples_without_curvature_are_measured_in_float32():
     assert bool(found.value.mean.isfinite().all())
     # A mean of batches is at least the eigenvalue of all data.
     assert float(found.value.mean[0]) > 0.5 * float(pairs.values[0])
+
+
+@pytest.mark.parametrize(("scale", "message"), [(0.0, "norm 1, got 0"), (3.0, "norm 1, got 3")])
+def test_a_leading_vector_that_is_not_a_unit_vector_is_refused(scale, message):
+    leading = scale * torch.eye(P, dtype=torch.float64)[0]
+    with pytest.raises(ValueError, match=message):
+        measured_batches(linear_risk(inputs()), batch_sizes=[5], leading=leading)

@@ -113,6 +113,7 @@ def test_noise_lowers_the_edge_with_momentum_more_than_without():
     # A curvature of batches below that of all data is an error of sampling: no noise.
     assert edges == pytest.approx([3.8, 7.6, 3.8 / (1 + 19 * 10)])
     plain = float(stable_rate(11.0, **options))
+    assert stable_rate(11.0, full=math.nan, **options).isnan()
     assert float(stable_rate(11.0, full=-1.0, **options)) == pytest.approx(plain)
     assert float(stable_rate(2.0, full=1.0, optimizer="momentum", momentum=1.0)) == 0.0
 

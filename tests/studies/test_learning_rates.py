@@ -29,7 +29,7 @@ def test_every_network_momentum_and_batch_size_has_a_largest_rate(rates):
 
 def test_tables_and_claims_name_what_was_measured(rates, least):
     assert "mlp, trained, momentum 0.9" in str(rates)
-    assert len(learning_rates.evidence(rates)) == 5
+    assert len(learning_rates.evidence(rates)) == 7
     assert "mlp, learning rate 1" in str(least)
     rule, *ratios = damping.evidence(least)
     assert rule.published == "-1"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_tensor, is_below
+from ritz._core.checks import check_count, check_finite, check_tensor, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, plain_estimate
@@ -380,6 +380,10 @@ def measured_batches(
     check_tensor("leading", leading, dtype=theta.dtype, device=theta.device, rows=len(theta))
     if leading.ndim != 1:
         raise ValueError(f"leading must be one vector, got {tuple(leading.shape)}")
+    check_finite("leading", leading)
+    # Overlaps are squared cosines only with a unit vector.
+    if abs(float(leading.norm()) - 1) > 1e-3:
+        raise ValueError(f"leading must have the norm 1, got {float(leading.norm()):.6g}")
     generator = resolve_generator(generator)
     # The scale of the eigenvalues, phi' H phi.
     top = float(leading @ (curvature_operator(risk, matrix) @ leading))

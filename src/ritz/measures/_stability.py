@@ -75,7 +75,8 @@ def stable_rate(
     safe = torch.where(positive, curvature, torch.ones_like(curvature))
     mean = safe if full is None else torch.as_tensor(full, dtype=torch.float64).expand_as(safe)
     # Without positive curvature of all data, that of a batch counts as if it were the same in all.
-    noise = torch.where(mean > 0, (safe / mean - 1).clamp(min=0.0), 0.0)
+    # NaN stays NaN here, too.
+    noise = torch.where(mean <= 0, 0.0, (safe / mean - 1).clamp(min=0.0))
     rate = _unit_rate(noise, optimizer, momentum, dampening) * (1 + noise) / safe
     # NaN stays NaN: only a curvature that is known to be zero or negative has no edge.
     return torch.where(positive | curvature.isnan(), rate + 0 * curvature, torch.inf)

@@ -62,7 +62,7 @@ class TracyWidom(Law):
 
     def __post_init__(self) -> None:
         if isinstance(self.beta, bool) or self.beta not in (1, 2):
-            raise ValueError(f"beta must be 1 or 2, got {self.beta}")
+            raise ValueError(f"beta must be 1 or 2, got {self.beta!r}")
 
     @property
     def support(self) -> tuple[float, float]:

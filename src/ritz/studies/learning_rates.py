@@ -9,6 +9,7 @@ from the initial weights with the test error.
 """
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -152,9 +153,9 @@ class Result(StudyResult[Config]):
         for i, j, k in product(*map(range, self.edges.shape[1:4])):
             title = f"{c.networks[i]}, {POINTS[j]}, momentum {c.momenta[k]:g}"
             slopes = row("", (fit[:, i, j, k].nanmean() for fit in fits[1:]), ">11.2f", width=0)
-            own = f"{spread(fits[0][:, i, j, k]):>13}"
+            own = f"{spread(fits[0][:, i, j, k].round(decimals=3)):>13}"
             lines.append(row(title, ratios[i, j, k], ">10.3g", width=34) + own + slopes)
-        lines += [f"Mean of {c.num_seeds} seeds. Exponents over batches of at most {LARGEST}", "",
+        lines += [f"Means over {c.num_seeds} seeds; exponents over batches up to {LARGEST}", "",
                   row(f"{c.networks[-1]}, {c.rules_epochs} epochs", c.batch_sizes, ">10,", width=34)
                   ]  # fmt: skip
         for title, values in (
@@ -293,9 +294,7 @@ def figure(result: Result) -> style.Figure:
     _draw_distance(below[2], result)
     for spare in below[3:]:
         spare.remove()
-    # One legend each: the curves of all panels are the same.
-    style.legend(axes[0], fontsize="x-small")
-    style.legend(below[0], fontsize="x-small")
+    style.share_legend(drawing)
     return drawing
 
 
@@ -347,7 +346,7 @@ def evidence(result: Result) -> list[Evidence]:
     c = result.config
     rates = [_exponent(result, i, k)
              for k, i in product(range(len(c.momenta)), range(len(c.networks)))]  # fmt: skip
-    return [*rates, _rule(result, 0), _rule(result, 1), _far(result)]
+    return [*rates, *_ratios(result), _rule(result, 0), _rule(result, 1), _far(result)]
 
 
 def _exponent(result: Result, i: int, k: int) -> Evidence:
@@ -363,10 +362,28 @@ def _exponent(result: Result, i: int, k: int) -> Evidence:
         what=f"{c.networks[i]}, {with_momentum}: exponent of the largest stable rate over B "
         f"({small[0]} to {small[-1]})",
         published="1 (linear)",
-        measured=f"{spread(values)}; edge predicts {guess:.2f}",
+        measured=f"{spread(values.round(decimals=3))}; edge predicts {guess:.2f}",
         verdict="agrees" if linear else "differs",
         why="within 0.2" if linear else "curvature of all data begins to set the limit",
     )
+
+
+def _ratios(result: Result) -> Iterator[Evidence]:
+    """Yield the largest learning rates over the edge of stability, for each momentum."""
+    for k, momentum in enumerate(result.config.momenta):
+        ratios = (result.largest / result.edges)[:, :, 0, k].flatten()
+        low, middle, high = (float(ratios.nanquantile(q)) for q in (0.0, 0.5, 1.0))
+        yield Evidence(
+            paper="SPECTRA",
+            where="5.7",
+            what="trained networks, "
+            + (f"momentum {momentum:g}" if momentum else "no momentum")
+            + ": largest rate over the edge of stability with batch noise",
+            published="-",
+            measured=f"median {middle:.2g} ({low:.2g} to {high:.2g})",
+            verdict="extends",
+            why="all batch sizes",
+        )
 
 
 def _rule(result: Result, optimizer: int) -> Evidence:
@@ -386,7 +403,7 @@ def _rule(result: Result, optimizer: int) -> Evidence:
         "square-root rule",
         published="linear is better" if expected else "square root is better",
         measured=f"{spread(errors[:, 0])} and {spread(errors[:, 1])}",
-        **known,
+        **(known if len(gap) > 1 else known | {"why": "one seed"}),
     )
 
 
@@ -405,7 +422,7 @@ def _far(result: Result) -> Evidence:
         where="Figure 5.8",
         what="SGD: correlation of test error with the distance from the initial weights",
         published="farther is better",
-        measured=spread(values),
+        measured=spread(values.round(decimals=3)),
         verdict="agrees" if better else "differs",
         why="shorter runs move less and learn less" if better else "",
     )
