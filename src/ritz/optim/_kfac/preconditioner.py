@@ -174,9 +174,9 @@ class Curvature:
             gradients: Gradients of parameters, not scaled.
         """
         groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
-        deltas = {block: groups[block.anchor]["delta"] for block in self.blocks}
-        for delta in deltas.values():
-            check_setting("delta", delta, zero=False)
+        for group in self.optimizer.param_groups:
+            check_setting("delta", group["delta"], zero=False)
+        deltas = {block: float(groups[block.anchor]["delta"]) for block in self.blocks}
         # Averages first: the first step has inverses of its own factors.
         if self.capturing:
             if gains := self._absorb(gradients):
@@ -185,10 +185,11 @@ class Curvature:
                 block.clear()
         self.steps += 1
         self._arm()
-        return gradients | dict(self._preconditioned(gradients, deltas))
+        with arithmetic(self.settings.precision):
+            return gradients | dict(self._preconditioned(gradients, deltas))
 
     def _preconditioned(
-        self, gradients: Gradients, deltas: dict[Block, Any]
+        self, gradients: Gradients, deltas: dict[Block, float]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for block in self.blocks:
             present = {key: p for key, p in block.params.items() if p in gradients}
@@ -199,8 +200,7 @@ class Curvature:
                 key: gradients[p].to(block.dtype) if key in present else torch.zeros_like(p)
                 for key, p in block.params.items()
             }
-            with arithmetic(self.settings.precision):
-                result = block.precondition(parts, float(deltas[block]))
+            result = block.precondition(parts, deltas[block])
             for key, p in present.items():
                 yield p, result[key].to(p.dtype)
 
@@ -279,7 +279,7 @@ class Curvature:
     # --------------------------------------------------------------------------------------
     # Inverses, shared out over processes.
 
-    def _invert(self, gains: dict[Block, float], deltas: dict[Block, Any]) -> None:
+    def _invert(self, gains: dict[Block, float], deltas: dict[Block, float]) -> None:
         due = self.steps % self.settings.inverse_every == 0
         blocks = [block for block in self.blocks if block.average and (due or not block.inverse)]
         mine = _shares(blocks)[rank()]
@@ -288,7 +288,7 @@ class Curvature:
         with arithmetic("float32"):
             for block in blocks:
                 inverses[block] = (
-                    block.decomposed(float(deltas[block])) if block in mine else block.blank()
+                    block.decomposed(deltas[block]) if block in mine else block.blank()
                 )
         # Every process knows who inverts which layer, without an exchange.
         owner = {block: number for number, share in enumerate(_shares(blocks)) for block in share}
