@@ -69,6 +69,8 @@ class Tuning:
 
 
 TUNING = Tuning()
+# Predictions beside the best one, in the order of the table.
+MODELS = ("subspace", "directional", "additive", "multiplicative")
 
 
 @storable
@@ -140,7 +142,7 @@ class BatchPrediction:
             best = self.best
             others = (
                 bracketed(self, name, i, f"{getattr(self, name).value.mean[i]:.4g}")
-                for name in self.trusted
+                for name in MODELS
             )
             lines.append(
                 f"  {size:>8,}{best.value.mean[i]:>12.4g}{best.spread.mean[i]:>10.3g}"
@@ -307,25 +309,13 @@ def batch_prediction(
     projections = _projections(risk, matrix, basis, group_size, generator, progress)
     spent = projections.columns + (lambda_max.num_products if pairs is None else 0)
     facts = Facts(projections, lambda_max, angle, risk.l2, spent, generator.initial_seed())
-    bootstrap = subspace(facts, sizes, num_draws, generator)
-    few = [
-        size
-        for size in sizes
-        if size < max(group_size, min(TUNING.smallest, count // TUNING.share))
-    ]
-    measured, extra = None, 0.0
+    models = _models(facts, sizes, num_draws, generator)
+    few = _few(sizes, group_size, count)
+    best, extra = models["subspace"], 0.0
     if few:
-        measured, extra = _measured(
-            risk, few, matrix, TUNING.num_measured, (basis[:, 0], float(lambda_max)), generator,
-            progress,
-        )  # fmt: skip
-    best = bootstrap if measured is None else _merge(bootstrap, measured, sizes, few)
-    models = {
-        "subspace": bootstrap,
-        "directional": directional(facts, sizes),
-        "additive": additive(facts, sizes),
-        "multiplicative": multiplicative(facts, sizes),
-    }
+        first = basis[:, 0].contiguous()
+        drawn, extra = _measured(risk, few, matrix, TUNING.num_measured, first, generator, progress)
+        best = _merge(best, drawn, sizes, few)
     return BatchPrediction(
         batch_sizes=sizes,
         matrix=matrix,
@@ -346,6 +336,23 @@ def batch_prediction(
         cost=spent + extra,
         seed=generator.initial_seed(),
     )
+
+
+def _models(
+    facts: Facts, sizes: Sequence[int], num_draws: int, generator: torch.Generator
+) -> dict[str, BatchCurve]:
+    return {
+        "subspace": subspace(facts, sizes, num_draws, generator),
+        "directional": directional(facts, sizes),
+        "additive": additive(facts, sizes),
+        "multiplicative": multiplicative(facts, sizes),
+    }
+
+
+def _few(sizes: Sequence[int], group_size: int, count: int) -> list[int]:
+    """Return the batch sizes that are cheaper to draw, or better drawn, than predicted."""
+    least = max(group_size, min(TUNING.smallest, count // TUNING.share))
+    return [size for size in sizes if size < least]
 
 
 def measured_batches(
@@ -385,9 +392,7 @@ def measured_batches(
     if abs(float(leading.norm()) - 1) > 1e-3:
         raise ValueError(f"leading must have the norm 1, got {float(leading.norm()):.6g}")
     generator = resolve_generator(generator)
-    # The scale of the eigenvalues, phi' H phi.
-    top = float(leading @ (curvature_operator(risk, matrix) @ leading))
-    return _measured(risk, sizes, matrix, num_batches, (leading, top), generator, progress)[0]
+    return _measured(risk, sizes, matrix, num_batches, leading, generator, progress)[0]
 
 
 def _basis(
@@ -465,34 +470,28 @@ def _measured(
     sizes: Sequence[int],
     matrix: CurvatureMatrix,
     num_batches: int,
-    first: tuple[Tensor, float],
+    leading: Tensor,
     generator: torch.Generator,
     progress: bool | Progress,
 ) -> tuple[BatchCurve, float]:
-    """Return the curve of drawn batches, and its cost in products with the whole matrix.
-
-    Args:
-        risk: The loss at a point.
-        sizes: Batch sizes.
-        matrix: ``hessian`` or ``ggn``.
-        num_batches: Batches of each size.
-        first: Leading eigenvector and eigenvalue of the matrix of all data.
-        generator: Source of the batches.
-        progress: ``True`` or a :class:`Progress`.
-    """
-    total, cost, columns = sum(risk.batch_rows), 0.0, []
-    leading, scale = first[0], abs(first[1])
+    """Return the curve of drawn batches, and its cost in products with the whole matrix."""
+    total, columns = sum(risk.batch_rows), []
+    # The way in which products are computed is checked once, here on all data: a batch of samples
+    # that are fitted well has nothing but roundoff.
+    engines = {size: _engine(size) for size in sizes}
+    for engine in sorted(set(engines.values())):
+        op = curvature_operator(risk, matrix, engine=engine)
+        scale = abs(float(leading @ (op @ leading)))
+    cost = float(len(set(engines.values())))
     with tracking(progress, "batches", len(sizes) * num_batches) as bar:
         for index, size in enumerate(sizes):
             rows = []
             # All batches of N samples are the same.
             draws = num_batches if size < total else 1
             for done, batch in enumerate(small_batches(risk, size, draws, generator), start=1):
-                # A trace pays for itself in a dozen products of large batches only.
-                engine: EngineName = "eager" if size < TUNING.traced else "auto"
-                op = curvature_operator(batch, matrix, engine=engine)
-                # Samples that are fitted well have a matrix of nearly zero, which roundoff makes
-                # asymmetric. A shift by the scale of all data makes it small beside the norm.
+                op = curvature_operator(batch, matrix, engine=engines[size])
+                # A matrix of roundoff is not symmetric. A shift by the scale of all data makes it
+                # small beside the norm.
                 pairs = eigenpairs(
                     ShiftedOperator(op, scale), largest=1, rtol=TUNING.rtol_measured,
                     certify="none", generator=generator,
@@ -506,6 +505,11 @@ def _measured(
             columns.append(of_samples(torch.tensor(rows, dtype=torch.float64)))
     how = f"Lanczos on {num_batches} batches of each size"
     return curve(columns, how, "measured", round(cost), num_batches - 1, generator), cost
+
+
+def _engine(size: int) -> EngineName:
+    # A trace pays for itself in a dozen products of large batches only.
+    return "eager" if size < TUNING.traced else "auto"
 
 
 def _merge(
