@@ -62,8 +62,9 @@ class CovarianceNoise:
 
     Cost over a step without noise: ``full``, ``centred`` and ``true`` 5/3 (a second backward pass).
     ``diagonal`` and ``trace`` of a network without batch norm: the products of squares, 1.3 to 1.5
-    for linear layers; with batch norm in train mode 1.7 and those products. Convolutions cost more:
-    the gradient of every sample is formed. Memory: a vector, and two with ``refresh``.
+    for linear layers; with batch norm in train mode 1.7 and those products. Convolutions with more
+    than a few positions cost more: the gradient of every sample is formed. Memory: a vector, and
+    two with ``refresh``.
 
     Args:
         optimizer: Any optimiser of parameters of the model.
