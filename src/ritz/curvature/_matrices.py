@@ -337,8 +337,7 @@ def batch_products(
     check_tensor("block", block, dtype=theta.dtype, device=theta.device, rows=len(theta))
     columns = block if block.ndim == 2 else block[:, None]
     # Each batch is multiplied once, so nothing is cached.
-    op = curvature_operator(risk, matrix, memory=0, num_products=columns.shape[1])
-    yield from op.products.each(columns)
+    yield from curvature_operator(risk, matrix, memory=0).products.each(columns)
 
 
 def fluctuation(risk: Risk, part: Risk, *, matrix: CurvatureMatrix = "hessian") -> SumOperator:
