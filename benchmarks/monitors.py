@@ -25,6 +25,7 @@ from timing import RESULTS, interleaved, median, ratio, write
 from torch.nn.functional import cross_entropy
 
 import ritz
+from ritz._core.modes import arithmetic
 from ritz.data import Augmentation, Split
 from ritz.training import CurvatureMonitor, fit, quantity_names
 from ritz.training._quantities import QUANTITIES
@@ -176,7 +177,7 @@ def quantities(setting, file):
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
         row = setting.row | {"quantity": name, "group": QUANTITIES[name].group}
         rows.append(row | cost | {"error": problem})
-        write(file, rows)
+        write(file, rows, shown=1)
 
 
 if __name__ == "__main__":
@@ -193,5 +194,8 @@ if __name__ == "__main__":
     parser.add_argument("--limit", type=float, default=150.0)
     options = parser.parse_args()
     file = f"monitors-{options.part}-{options.network}-{options.device.partition(':')[0]}"
-    {"run": run, "quantities": quantities}[options.part](Setting(options), file)
+    part = {"run": run, "quantities": quantities}[options.part]
+    # As fit does it: convolutions of CUDA would use TF32 otherwise.
+    with arithmetic("float32" if options.precision == "float32" else "tf32"):
+        part(Setting(options), file)
     print(RESULTS / f"{file}.json")

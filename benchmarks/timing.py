@@ -117,9 +117,12 @@ def machine() -> dict[str, Any]:
     } | device
 
 
-def write(script: str, results: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as a table, and write them with the machine to ``results/<script>.json``."""
-    print(table(results), flush=True)
+def write(script: str, results: Sequence[Mapping[str, Any]], *, shown: int | None = None) -> None:
+    """Print rows as a table, and write them with the machine to ``results/<script>.json``.
+
+    With ``shown``, only so many of the last rows are printed, for results written as they come.
+    """
+    print(table(results if shown is None else results[-shown:]), flush=True)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{Path(script).stem}.json"
     path.write_text(json.dumps({"machine": machine(), "results": list(results)}, indent=1) + "\n")

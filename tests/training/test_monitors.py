@@ -225,6 +225,15 @@ def test_a_text_is_monitored_by_its_tokens():
     assert risk.loss() == pytest.approx(total / (5 * 59), rel=1e-6)
 
 
+def test_large_networks_are_watched_on_half_as_many_samples():
+    data = DataParts(train=samples(1200))
+    config = RunConfig(model="", data="", training=TrainingConfig(batch_size=600))
+    for width, options, count in ((8, {}, 1024), (200_000, {}, 512), (8, {"num_samples": 30}, 30)):
+        model = torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.Linear(width, 3))
+        monitor = make_monitor(config, model, data, cross_entropy, 1, None, options)
+        assert monitor._watched(model, None).risk.num_samples == count
+
+
 class Turned(torch.nn.Module):
     """Classes in dimension 1, as the loss wants them."""
 

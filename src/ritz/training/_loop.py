@@ -189,12 +189,7 @@ class Run:
         # Noise draws new numbers in every step, which a graph would repeat.
         captured = noise is None and _assembly.is_captured(optimizer, config, device)
         self.optimizer = optimizer
-        for monitor in self.monitors:
-            if hasattr(monitor, "attach"):
-                monitor.attach(optimizer)
-            # Before the first step, rather than after the epochs up to the first measurement.
-            if hasattr(monitor, "check") and rank() == 0:
-                monitor.check(model)
+        self._attach_monitors()
         self._step = Step(
             self._adapter,
             optimizer,
@@ -218,6 +213,14 @@ class Run:
             forward=self.forward,
             length=self.steps_per_epoch,
         )
+
+    def _attach_monitors(self) -> None:
+        for monitor in self.monitors:
+            if hasattr(monitor, "attach"):
+                monitor.attach(self.optimizer)
+            # Before the first step, rather than after the epochs up to the first measurement.
+            if hasattr(monitor, "check") and rank() == 0:
+                monitor.check(self.model)
 
     def train(self, progress: bool | Progress) -> TrainingStatus:
         """Train for the remaining epochs and return how the run ended."""

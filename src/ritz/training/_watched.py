@@ -35,7 +35,7 @@ class Tuning:
     # Costs in gradients of the watched samples, rounded up, of 1,024 samples of a perceptron on
     # one core (benchmarks/monitors.py): the dearest case, since its gradient is one dense product,
     # and all else waits for memory. A product took 1.0, a pass over the gradients of samples 19 to
-    # 32, a histogram 42 to 58. Norms of these gradients alone took 2, and 3.4 for LeNet.
+    # 32, a histogram 40 to 58. Norms of these gradients alone took 2, and up to 3.4 for LeNet.
     product: float = 2.0
     samples: float = 35.0
     norms: float = 4.0
