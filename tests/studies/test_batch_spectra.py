@@ -176,6 +176,17 @@ def test_a_result_without_spectra_is_drawn(result):
     assert "bulk from" not in str(earlier)
 
 
+def test_the_panels_of_one_network_are_in_two_columns_and_name_the_matrix(result):
+    both = replace(
+        result, config=replace(result.config, matrices=("hessian", "ggn")),
+        spectra={f"logistic, {name}": result.spectra["logistic, hessian"]
+                 for name in ("hessian", "ggn")},
+    )  # fmt: skip
+    axes = batch_spectra.figure(both).axes
+    assert axes[0].get_gridspec().get_geometry() == (2, 2)
+    assert [axis.get_title(loc="left") for axis in axes[2:]] == ["Hessian", "Gauss-Newton"]
+
+
 def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     files = write(batch_spectra, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]

@@ -1,4 +1,6 @@
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +38,16 @@ def test_tables_and_claims_name_what_was_measured(rates, least):
     assert [ratio.verdict for ratio in ratios] == ["extends"] * 3
     for row in (rule, *ratios, *learning_rates.evidence(rates)):
         assert max(map(len, (row.where, row.what, row.published, row.measured))) <= 100
+
+
+@pytest.mark.parametrize("name", ["learning_rates", "damping", "damping_kfac"])
+def test_the_columns_of_the_stored_tables_do_not_touch(name):
+    results = Path(__file__).parents[2] / "benchmarks/results/studies"
+    text = str(ritz.load(results / f"{name}.safetensors"))
+
+    assert "±" in text
+    # Two numbers without a space between them are 2.690.711 or 0.177-0.881.
+    assert not re.search(r"\d\.\d+\.|\d-\d", text)
 
 
 def test_seeds_are_runs_with_other_images_and_weights(rates):

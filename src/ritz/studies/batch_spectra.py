@@ -405,11 +405,11 @@ def _heading(result: Result) -> list[str]:
     c = result.config
     return [
         f"Largest eigenvalue of batches, {c.num_samples:,} samples of {c.dataset}, SGD, epochs "
-        f"{', '.join(map(str, c.epochs))}, {c.num_seeds} seeds, {' and '.join(c.matrices)}",
+        f"{', '.join(map(str, c.epochs))}, seeds: {c.num_seeds}, {' and '.join(c.matrices)}",
         f"Deviations of predictions from the measured mean (± standard error of the measurement); "
         f"a prediction costs {result.cost:.0f} products with the whole matrix",
         f"{'':10}{'batch':>7}{'measured':>10}"
-        + "".join(f"{name[:11]:>14}" for name in PREDICTIONS)
+        + "".join(f"{name:>16}" for name in PREDICTIONS)
         + f"{'overlap':>10}{'predicted':>11}{'spread':>9}{'predicted':>11}",
     ]
 
@@ -441,7 +441,7 @@ def _table(result: Result) -> list[str]:
                      for p in range(len(PREDICTIONS))]  # fmt: skip
             lines.append(
                 f"{name if k == 0 else '':10}{size:>7,}{mean[0, i, k]:>10.3g}"
-                + "".join(f"{cell:>14}" for cell in cells)
+                + "".join(f"{cell:>16}" for cell in cells)
                 + f"{mean[2, i, k]:>10.2f}{predicted[2, i, k]:>11.2f}"
                 + f"{mean[1, i, k]:>9.3g}{predicted[1, i, k]:>11.3g}"
             )
@@ -517,11 +517,15 @@ def _edges(result: Result) -> Iterator[str]:
 
 
 def figure(result: Result) -> style.Figure:
-    """Draw values and overlaps over batch sizes, and spectral densities, a column per network."""
+    """Draw values and overlaps over batch sizes, and spectral densities.
+
+    Each network has a column of panels; a single network has two columns.
+    """
     c = result.config
     # Results of earlier versions have no spectra.
     matrices = [matrix for matrix in c.matrices if f"{c.networks[0]}, {matrix}" in result.spectra]
-    drawing, axes = plots.panels(2 + len(matrices), len(c.networks), width=3.4, height=2.7)
+    count = (2 + len(matrices)) * len(c.networks)
+    drawing, axes = style.panel_grid(count, max(2, len(c.networks)), width=3.4, height=2.7)
     for place, axis in enumerate(axes):
         row, column = divmod(place, len(c.networks))
         name = c.networks[column]
@@ -530,10 +534,10 @@ def figure(result: Result) -> style.Figure:
         else:
             matrix = matrices[row - 2]
             _draw_densities(axis, result.spectra[f"{name}, {matrix}"], c.shown)
-            style.set_title(axis, matrix)
+            style.set_title(axis, style.MATRICES.get(matrix, matrix.capitalize()))
         if row == 0:
             style.set_title(axis, f"{name}, epoch {c.epochs[-1]}")
-        if column:
+        if column:  # the panels of a row share their label
             axis.set_ylabel("")
     style.share_legend(drawing)
     return drawing
@@ -600,8 +604,8 @@ def _claim(result: Result, place: int) -> Evidence:
     units = float(distances[known].max()) if known.any() else math.nan
     holds = is_below(units, 1.0) if published else is_below(off[:, nearest].abs().max(), TRUSTED)
     why = f"up to {units:.1f} standard deviations at B = {c.batch_sizes[nearest]}"
-    if published and holds:
-        why += ", but far off for small batches"
+    if published and holds and bool((off.abs() > TRUSTED).any()):
+        why += f", but {off.abs().nan_to_num().max():.0%} off at another size"
     if len(applies) < len(c.networks):
         outside = [one for one in c.networks if one not in applies]
         why += f"; it does not apply to {', '.join(outside)}"

@@ -126,17 +126,17 @@ class Result(StudyResult[Config]):
     def __str__(self) -> str:
         c = self.config
         title = f"least damping, {c.optimizer}, seeds: {c.num_seeds}"
-        lines = [row(title, c.batch_sizes, ">10,", width=40) + "  exponent"]
+        lines = [row(title, c.batch_sizes, ">10,", width=40) + f"{'exponent':>18}"]
         slopes, guesses = self.exponents(self.least), self.exponents(self.predicted).mean(0)
         least, predicted = self.least.nanmean(0), self.predicted.mean(0)
         for i, name in enumerate(c.networks):
             for j, rate in enumerate(c.rates):
                 title = f"{name}, learning rate {rate:g}"
                 lines.append(row(title, least[i, j], ">10.3g", width=40)
-                             + f"{spread(slopes[:, i, j].round(decimals=3)):>12}")  # fmt: skip
+                             + f"{spread(slopes[:, i, j].round(decimals=3)):>18}")  # fmt: skip
                 for k, label in enumerate(PREDICTIONS):
                     lines.append(row(f"  {label}", predicted[i, j, k], ">10.3g", width=40)
-                                 + f"{guesses[i, j, k]:>10.2f}")  # fmt: skip
+                                 + f"{guesses[i, j, k]:>18.2f}")  # fmt: skip
         return "\n".join(lines)
 
 

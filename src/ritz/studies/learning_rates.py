@@ -144,7 +144,7 @@ class Result(StudyResult[Config]):
     def __str__(self) -> str:
         c = self.config
         head = row("largest rate / edge", c.batch_sizes, ">10,", width=34)
-        lines = [f"{head}   exponent    predicted  additive  multiplicative"]
+        lines = [f"{head}{'exponent':>18}{'predicted':>11}{'additive':>11}{'multipl.':>11}"]
         fits = [self.exponents(self.largest), self.exponents(self.edges)]
         # Where curvature sets the limit, the rate is proportional to its inverse.
         fits += [self.exponents(1 / curve) for curve in self.curvature[1:]]
@@ -153,7 +153,7 @@ class Result(StudyResult[Config]):
         for i, j, k in product(*map(range, self.edges.shape[1:4])):
             title = f"{c.networks[i]}, {POINTS[j]}, momentum {c.momenta[k]:g}"
             slopes = row("", (fit[:, i, j, k].nanmean() for fit in fits[1:]), ">11.2f", width=0)
-            own = f"{spread(fits[0][:, i, j, k].round(decimals=3)):>13}"
+            own = f"{spread(fits[0][:, i, j, k].round(decimals=3)):>18}"
             lines.append(row(title, ratios[i, j, k], ">10.3g", width=34) + own + slopes)
         lines += [f"Means over {c.num_seeds} seeds; exponents over batches up to {LARGEST}", "",
                   row(f"{c.networks[-1]}, {c.rules_epochs} epochs", c.batch_sizes, ">10,", width=34)
@@ -378,7 +378,7 @@ def _ratios(result: Result) -> Iterator[Evidence]:
             where="5.7",
             what="trained networks, "
             + (f"momentum {momentum:g}" if momentum else "no momentum")
-            + ": largest rate over the edge of stability with batch noise",
+            + ": largest rate over the edge with batch noise",
             published="-",
             measured=f"median {middle:.2g} ({low:.2g} to {high:.2g})",
             verdict="extends",
