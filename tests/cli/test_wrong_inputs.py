@@ -143,7 +143,10 @@ COMMANDS = [
     (train("--loss", "cross_entropi"), "did you mean cross_entropy?"),
     (train("--set", "momentum=abc"), "--optimizer sgd cannot be made with {'momentum': 'abc'}"),
     (train("--set", "foo=1"), "unexpected keyword argument 'foo'; it takes lr, momentum"),
-    (train("--optimizer", "kfac", "--set", "foo=1"), "weight_sharing, basis, precision, seed"),
+    (
+        train("--optimizer", "kfac", "--set", "foo=1"),
+        "weight_sharing, basis, max_order, precision, seed",
+    ),
     (
         train("--optimizer", "adamw", "--damping", "noise"),
         "--damping rule 'noise' needs an optimiser with a damping delta, such as KFAC",

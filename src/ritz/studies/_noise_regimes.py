@@ -113,6 +113,7 @@ class Runner:
         # Samples with replacement: V / M for a batch of M.
         rows = [variance / self.config.small, variance / self.config.large]
         for kind in NOISES:
+            # The noise of one sample; a step adds it with the weight 1/M_S - 1/M_L.
             block = noise_sample(risk, kind, num_samples=64)
             squares = risk.space.unflatten(block.double().square().mean(1))
             added = column(float(squares[name].sum()) for name in names)
@@ -143,6 +144,7 @@ class Runner:
         if result.status.outcome == "interrupted":  # fit takes ctrl-C as a wish to save
             raise KeyboardInterrupt
         if folder is not None:
+            # The state of the study has the result from here on.
             shutil.rmtree(folder)
         return model, result
 

@@ -420,6 +420,7 @@ def _train(config: Config, name: str, seed: int, folder: Path) -> None:
     }
     if trained and not any(path.exists() for path in missing.values()):
         return
+    # Loaded here and not by the caller: a study of finished runs needs no images.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     images: Any = data.load(config.dataset, data_dir=config.data, device=device)
     train = images.train if config.num_train is None else images.train.take(config.num_train)
@@ -450,6 +451,7 @@ def _options(config: Config, name: str) -> dict[str, Any]:
     # The optimiser takes these two; the others are options of fit.
     settings = {key: options.pop(key) for key in ("lr", "weight_decay")}
     if name in ("adamw", "gadam"):
+        # On few images adaptive methods need another learning rate than the published one.
         settings["lr"] *= config.adaptive_rate
     return options | {"optimizer_settings": settings}
 
