@@ -163,6 +163,6 @@ def test_evidence_has_a_row_per_figure_and_the_command_of_each_result(tmp_path):
 
     rows = [line for line in page.splitlines() if line.startswith("| Figure 4")]
     assert rows
-    assert all(row.count(" | ") == 5 for row in rows)
+    assert all(row.count(" | ") == 4 for row in rows)
     assert "`ritz study averaging --set width=32 --set num_train=400" in page
     assert versions()["machine"] in page
