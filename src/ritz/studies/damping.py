@@ -168,8 +168,9 @@ def run(
 def _measure(config: Config, train: Samples, name: str) -> Tensor:
     """Return least damping, its error and the predictions of one network, ``(rates, 5, S)``."""
     risk = Risk(trained_network(name, config, train), cross_entropy, train)
+    # The damping advised for K-FAC is that by the noise along phi_1; for Adam it is by the edge.
     advice = measures.advise(
-        risk, batch_sizes=config.batch_sizes, optimizer="adam", generator=seeded(config.seed)
+        risk, batch_sizes=config.batch_sizes, optimizer="kfac", generator=seeded(config.seed)
     )
     # While delta is large beside sqrt(v), a step is one of SGD with dampened momentum and the
     # learning rate alpha/delta: the edge is that of the curvature without a preconditioner.
