@@ -41,8 +41,8 @@ def test_advice_as_json_takes_the_optimiser_of_the_command(here, finished, tmp_p
     ("sizes", "line"),
     [
         ("8,x", "--batch-sizes takes whole numbers such as 8,64, got '8,x'"),
-        ("0", "batch_sizes must be between 1 and"),
-        ("1000000", "batch_sizes must be between 1 and"),
+        ("0", "--batch-sizes must be between 1 and"),
+        ("1000000", "--batch-sizes must be between 1 and"),
     ],
 )
 def test_wrong_sizes_are_one_line(here, finished, tmp_path, refused, sizes, line):
