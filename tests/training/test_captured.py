@@ -11,6 +11,7 @@ from ritz.optim import IterateAverage, Lookahead
 from ritz.training import TrainingConfig, _cuda_graph, fit
 from ritz.training._files import load_optimizer_state, optimizer_state
 from ritz.training._fit import channels_last
+from ritz.training._optimizers import create_optimizer
 from ritz.training._step import Piece, Step
 
 
@@ -185,6 +186,13 @@ def test_mixed_precision_learns_on_cuda(precision):
     result = fit(network(), samples(), num_epochs=10, batch_size=12, precision=precision,
                  device="cuda", optimizer_settings={"lr": 0.1})  # fmt: skip
     assert result.history["train_loss"][-1] < 0.7 * result.history["train_loss"][0]
+
+
+@pytest.mark.gpu
+def test_sgd_is_not_fused_where_a_scaler_may_skip_its_first_step():
+    params = network().cuda().parameters()
+    (group,) = create_optimizer("sgd", params, skips=True, lr=0.1, momentum=0.9).param_groups
+    assert not group["fused"]
 
 
 @pytest.mark.gpu

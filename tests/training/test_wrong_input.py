@@ -164,7 +164,10 @@ def test_a_run_is_resumed_with_the_same_settings(tmp_path):
     [
         ({"quantities": "trace"}, "quantities must be a list of alpha, .*; got .trace."),
         ({"quantities": []}, "quantities must be a list of"),
-        ({"quantities": ["norm"]}, "quantities must be one of"),
+        (
+            {"quantities": ["norm"]},
+            r"quantities must be one of quantity_names\(\), got .norm.; did you",
+        ),
         ({"every": 0}, "every must be at least 1"),
         ({"unit": "hour"}, "unit must be one of step, epoch"),
         ({"matrix": "fisher"}, "matrix must be one of"),

@@ -135,7 +135,9 @@ class CurvatureMonitor:
         for name in self.quantities:
             if name not in QUANTITIES:
                 hint = suggest(name, QUANTITIES)
-                raise ValueError(f"quantities must be of quantity_names(), got {name!r}; {hint}")
+                raise ValueError(
+                    f"quantities must be one of quantity_names(), got {name!r}; {hint}"
+                )
             if not self._is_possible(name):
                 raise ValueError(
                     f"{name} is about single samples, which batch_norm='train' does not have: use "

@@ -71,6 +71,7 @@ def create_optimizer(
     model: nn.Module | None = None,
     plan: Mapping[str, int | None] | None = None,
     capturable: bool = False,
+    skips: bool = False,
     **settings: Any,
 ) -> Optimizer:
     """Return an optimiser by name.
@@ -82,6 +83,7 @@ def create_optimizer(
         plan: ``start`` and ``interval`` of the average of Gadam and GadamX, and ``until`` of
             Lookahead, in steps. Defaults to those of the optimiser.
         capturable: Create an optimiser whose steps can be captured in a CUDA graph, if possible.
+        skips: Whether a gradient scaler may skip steps.
         **settings: Keyword arguments of the optimiser: ``lr``, ``weight_decay`` and so on.
     """
     # A registered name comes first, so that user-defined optimisers cannot be shadowed.
@@ -104,7 +106,8 @@ def create_optimizer(
     sgd = SGD in (make, getattr(make, "func", None), *getattr(make, "args", ()))
     if sgd:
         # A fused step is one kernel, and the only step of SGD that a CUDA graph can capture.
-        other = any(settings.get(way) is not None for way in ("foreach", "differentiable"))
+        # If its first step is skipped, torch leaves the momentum of fused SGD uninitialised.
+        other = skips or any(settings.get(way) is not None for way in ("foreach", "differentiable"))
         fused = not other and settings.get("fused") is not False
         fused = fused and bool(params) and all(p.is_cuda for p in params)
         capturable = capturable and fused
@@ -205,6 +208,7 @@ def make_optimizer(
             model=model,
             plan=plan,
             capturable=capturable,
+            skips=config.precision == "float16",
             **config.optimizer_settings,
         )
     elif callable(choice) and not isinstance(choice, Optimizer):
