@@ -10,7 +10,7 @@ from ritz.training import optimizer_names
 from ritz.training._run_folder import RunConfig
 from ritz.training._shared import advised_settings
 
-FEW = ["--sizes", "4,8"]
+FEW = ["--batch-sizes", "4,8"]
 
 
 def test_advice_is_printed_saved_and_drawn_after_its_cost(here, finished, tmp_path, capsys):
@@ -40,13 +40,13 @@ def test_advice_as_json_takes_the_optimiser_of_the_command(here, finished, tmp_p
 @pytest.mark.parametrize(
     ("sizes", "line"),
     [
-        ("8,x", "--sizes takes whole numbers such as 8,64, got '8,x'"),
-        ("0", "batch_sizes must be between 1 and"),
-        ("1000000", "batch_sizes must be between 1 and"),
+        ("8,x", "--batch-sizes takes whole numbers such as 8,64, got '8,x'"),
+        ("0", "--batch-sizes must be between 1 and"),
+        ("1000000", "--batch-sizes must be between 1 and"),
     ],
 )
 def test_wrong_sizes_are_one_line(here, finished, tmp_path, refused, sizes, line):
-    assert line in refused("advise", "run", *OWN, "--sizes", sizes, "--out", tmp_path)
+    assert line in refused("advise", "run", *OWN, "--batch-sizes", sizes, "--out", tmp_path)
 
 
 @pytest.mark.parametrize(

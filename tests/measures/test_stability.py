@@ -219,6 +219,13 @@ def test_least_damping_of_one_outlier_is_inverse_to_the_batch_size():
     assert found == pytest.approx([0.8, 0.4, 0.2])
 
 
+def test_negative_variances_and_dampings_are_refused():
+    with pytest.raises(ValueError, match=r"^variance must be at least 0, got -0\.5$"):
+        least_damping(torch.tensor([5.0]), variance=torch.tensor([-0.5]))
+    with pytest.raises(ValueError, match=r"^damping must be at least 0, got -1$"):
+        curvature_ratio(2.0, -1.0)
+
+
 def test_the_curvature_ratio_is_that_of_effective_learning_rates():
     top, bottom, damping, rate = 7.0, 0.5, 0.2, 0.3
     flat, sharp = rate / (bottom + damping), rate / (top + damping)

@@ -10,7 +10,7 @@ from ritz.cli._options import option
 
 EPILOG = shared.examples(
     "ritz advise runs/digits --verify",
-    "ritz advise runs/vgg --sizes 32,128,512 --matrix ggn --samples 5000",
+    "ritz advise runs/vgg --batch-sizes 32,128,512 --matrix ggn --samples 5000",
     file="advise-ggn-32,128-samples5000.safetensors",
 )
 Update = Literal["sgd", "momentum", "nesterov", "adam", "kfac"]
@@ -22,7 +22,7 @@ class Options(shared.MeasureOptions):
 
     # fmt: off
     matrix: Literal["hessian", "ggn"] = option("hessian", shared.MATRIX, free=True)
-    sizes: str | None = option(None, "Batch sizes, such as 8,64 (default: 8,32,128,512).")
+    batch_sizes: str | None = option(None, "Batch sizes, such as 8,64 (default: 8,32,128,512).")
     optimizer: Update | None = option(None, "Optimiser to advise on (default: that of the run).")
     momentum: float | None = option(None, "Momentum (default: as in the run).", low=0.0, high=1.0)
     verify: bool = option(False, "Check the learning rates by short trainings of a copy.")
@@ -39,7 +39,7 @@ def command(options: Options) -> None:
     from ritz.cli._session import measurement
     from ritz.training._shared import advised_settings
 
-    sizes = shared.split_sizes("--sizes", options.sizes)
+    sizes = shared.split_sizes("--batch-sizes", options.batch_sizes)
     with measurement(options) as session:
         risk = session.risk(options.split)
         settings = advised_settings(session.run.config, options.optimizer, options.momentum)

@@ -228,16 +228,26 @@ class Figures:
 
         # The same with v = P sigma^2 / b for every outlier, of which the worst counts
         def papers(variance: Tensor) -> Tensor:
-            parts = [least_damping(self.outliers, variance=variance * x) for x in self.share]
+            # An error bar may reach below zero.
+            noise = variance.clamp(min=0.0)
+            parts = [least_damping(self.outliers, variance=noise * x) for x in self.share]
             return torch.stack(parts)
 
         if not len(self.outliers):
             missing = unknown(tuple(self.sizes.shape), "no eigenvalue is positive")
             return missing, missing
-        return (
-            propagate(leading, p.lambda_max, p.along, method="noise along the leading eigenvector"),
-            propagate(papers, p.variance, method="homogeneous noise along all outliers"),
-        )
+        if self.optimizer == "adam":
+            # With D = sqrt(v) + delta ~ delta, Adam is heavy ball with the rate alpha / delta.
+            least = propagate(
+                lambda value, full: self._edge(value, full).reciprocal(),
+                p.best.value,
+                p.lambda_max,
+                method="1 / edge of heavy-ball momentum",
+            )
+        else:
+            how = "noise along the leading eigenvector"
+            least = propagate(leading, p.lambda_max, p.along, method=how)
+        return least, propagate(papers, p.variance, method="homogeneous noise along all outliers")
 
     def ratio(self, damping: Estimate) -> Estimate:
         """Return the ratio of learning rates along flat and sharp directions."""
@@ -246,7 +256,7 @@ class Figures:
         # R = (lambda_1 + delta) / delta, with flat directions of eigenvalue 0
         rate = self.known[1] if self.known else 1.0
         return propagate(
-            lambda top, delta: curvature_ratio(top, rate * delta),
+            lambda top, delta: curvature_ratio(top, rate * delta.clamp(min=0.0)),
             self.prediction.lambda_max,
             damping,
             method="(lambda_1 + delta) / delta",

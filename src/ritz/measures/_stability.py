@@ -224,6 +224,8 @@ def least_damping(
     if size.ndim != 1 or not len(size):
         raise ValueError(f"outliers must be (k,), got {tuple(outliers.shape)}")
     noise = torch.as_tensor(variance, dtype=torch.float64)
+    if bool((noise < 0).any()):
+        raise ValueError(f"variance must be at least 0, got {float(noise.min()):g}")
     # lambda min(1, v / lambda^2) without 0 / 0 for an eigenvalue of zero
     share = torch.minimum(size, noise / size.clamp(min=torch.finfo(size.dtype).tiny))
     return 0.5 * learning_rate * share.max()
@@ -251,6 +253,8 @@ def curvature_ratio(
     top, bottom, delta = (
         torch.as_tensor(x, dtype=torch.float64) for x in (largest, smallest, damping)
     )
+    if bool((delta < 0).any()):
+        raise ValueError(f"damping must be at least 0, got {float(delta.min()):g}")
     # inf / inf, the limit of SGD
     ratio = (top + delta) / (bottom + delta)
     return torch.where(delta.isinf(), torch.ones_like(ratio), ratio)

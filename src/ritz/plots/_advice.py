@@ -79,7 +79,8 @@ def _draw_rates(ax: "Axes", advice: Advice) -> None:
 
 
 def _draw_damping(ax: "Axes", advice: Advice) -> None:
-    _bars(ax, advice.batch_sizes, advice.damping, 0, "noise along $\\varphi_1$")
+    label = "edge of stability" if advice.optimizer == "adam" else "noise along $\\varphi_1$"
+    _bars(ax, advice.batch_sizes, advice.damping, 0, label)
     _bars(ax, advice.batch_sizes, advice.damping_papers, 1, "homogeneous noise")
     ax.set_ylabel("least damping / learning rate")
 

@@ -524,6 +524,7 @@ def figure(result: Result) -> style.Figure:
     c = result.config
     # Results of earlier versions have no spectra.
     matrices = [matrix for matrix in c.matrices if f"{c.networks[0]}, {matrix}" in result.spectra]
+    # A column per network; a single network would make a tall strip, so it has two.
     count = (2 + len(matrices)) * len(c.networks)
     drawing, axes = style.panel_grid(count, max(2, len(c.networks)), width=3.4, height=2.7)
     for place, axis in enumerate(axes):

@@ -168,8 +168,9 @@ def run(
 def _measure(config: Config, train: Samples, name: str) -> Tensor:
     """Return least damping, its error and the predictions of one network, ``(rates, 5, S)``."""
     risk = Risk(trained_network(name, config, train), cross_entropy, train)
+    # The damping advised for K-FAC is that by the noise along phi_1; for Adam it is by the edge.
     advice = measures.advise(
-        risk, batch_sizes=config.batch_sizes, optimizer="adam", generator=seeded(config.seed)
+        risk, batch_sizes=config.batch_sizes, optimizer="kfac", generator=seeded(config.seed)
     )
     # While delta is large beside sqrt(v), a step is one of SGD with dampened momentum and the
     # learning rate alpha/delta: the edge is that of the curvature without a preconditioner.
@@ -186,6 +187,7 @@ def _measure(config: Config, train: Samples, name: str) -> Tensor:
         errors = errors / inverse.square()
         # Where every damping that was tried trains, the least one is not known.
         inverse = torch.where(errors.isinf(), torch.nan, inverse)
+        # All predictions are proportional to the learning rate.
         guesses = [rate * advice.damping.mean, rate * advice.damping_papers.mean, rate / edge]
         rows.append(torch.stack([1 / inverse, errors, *guesses]))
     return torch.stack(rows)
@@ -241,6 +243,7 @@ def _exponent(result: Result, i: int, j: int) -> Evidence:
     """Return the exponent of the least damping of a network over the batch size."""
     c, values = result.config, result.exponents(result.least)[:, i, j]
     mean = float(values.nanmean())
+    # Why an exponent may lie above -1, and why below it.
     slow = "the curvature of all data also sets it"
     why = slow if mean > -1 else "at small dampings sqrt(v) holds the steps as well"
     agrees = abs(mean + 1) < 0.3

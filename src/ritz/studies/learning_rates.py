@@ -143,6 +143,7 @@ class Result(StudyResult[Config]):
 
     def __str__(self) -> str:
         c = self.config
+        # One line per network, weights and momentum, and then the trainings by both rules.
         head = row("largest rate / edge", c.batch_sizes, ">10,", width=34)
         lines = [f"{head}{'exponent':>18}{'predicted':>11}{'additive':>11}{'multipl.':>11}"]
         fits = [self.exponents(self.largest), self.exponents(self.edges)]
