@@ -17,7 +17,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import mpmath
 import networkx as nx
 import numpy as np
 import torch
@@ -92,6 +91,10 @@ def wigner(n: int, *spikes: float) -> Tensor:
     for i, spike in enumerate(spikes):
         matrix[i, i] += spike
     return matrix
+
+
+def graph_laplacian(graph: Any) -> Tensor:
+    return torch.from_numpy(nx.laplacian_matrix(graph).toarray().astype(float))
 
 
 def star(n: int) -> Tensor:
@@ -170,6 +173,11 @@ MATRICES = {
     "one entry of 1e6": Matrix(lambda: torch.diag(torch.tensor([1e6] + [1.5] * 199).double())),
     "Hadamard": Matrix(lambda: signs(np.r_[100.0, 50.0, 20.0, np.full(253, 0.1)])),
     "star": Matrix(lambda: star(100), positive=False),
+    "path": Matrix(lambda: graph_laplacian(nx.path_graph(150)), positive=False),
+    "bipartite, shifted": Matrix(
+        lambda: graph_laplacian(nx.complete_bipartite_graph(5, 60)) + torch.eye(65).double() / 20
+    ),
+    "block of five": Matrix(lambda: torch.block_diag(rotated(3.0 ** np.arange(5)), ones(495, 0))),
 }
 
 
@@ -270,12 +278,11 @@ def built(name: str, kind: str = "matrices") -> tuple[Any, Tensor]:
     matrix = TABLES[kind][name].build()
     if kind != "matrices":
         return matrix, torch.empty(0)
-    if len(matrix) > 10:
-        return matrix, torch.linalg.eigvalsh(matrix)
-    # Roundoff in the truth of a few rows would exceed that of the estimate.
-    with mpmath.workdps(40):
-        values = mpmath.eigsy(mpmath.matrix(matrix.tolist()), eigvals_only=True)
-        return matrix, torch.tensor([float(value) for value in values], dtype=torch.float64)
+    # Roundoff in eigenvalues may exceed that of the estimate. Rayleigh quotients in extended
+    # precision have the square of the error of their vectors.
+    vectors = torch.linalg.eigh(matrix).eigenvectors.numpy().astype(np.longdouble)
+    quotients = (vectors * (matrix.numpy() @ vectors)).sum(0) / (vectors * vectors).sum(0)
+    return matrix, torch.from_numpy(quotients.astype(float)).sort().values
 
 
 def products_only(matrix: Tensor) -> ritz.operators.FunctionOperator:

@@ -37,7 +37,11 @@ GROUPS = {
         8,
     ),
     "steps": (("eigenvalues above 1.5, Lanczos",), (*FEW, "log-normal", "arrow"), 8),
-    "block Krylov": (("tr 1/A, block Krylov", "log det, block Krylov"), FEW, 12),
+    "block Krylov": (
+        ("tr 1/A, block Krylov", "log det, block Krylov"),
+        (*FEW, "bipartite, shifted"),
+        12,
+    ),
     "log determinants": (("log det, Lanczos", "log det, auto"), FEW, 10),
     "moments": (("moments", "tr exp(A), Chebyshev", "tr exp(A), maximum entropy"), FEW, 8),
     "log likelihood": (("log likelihood",), FEW, 20),

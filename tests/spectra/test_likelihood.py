@@ -66,7 +66,7 @@ def test_any_matrix_has_a_form():
     y = torch.arange(1.0, 5.0)
     found, _ = inverse_form(DenseOperator(2 * torch.eye(4)), y)
     assert float(found) == 15.0
-    assert 0 <= float(found.truncation) < 1e-5
+    assert 0 <= float(found.truncation) < 2e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -75,6 +75,25 @@ def test_traces_from_all_eigenvalues_hold_the_truth():
     assert sum(runs) / len(runs) >= 0.95
 
 
+def test_the_inverse_on_a_whole_block_krylov_space_has_the_roundoff_of_its_products():
+    # The complete bipartite graph of 5 and 60 vertices: norm 65, and one eigenvalue of 1/16.
+    shift = 1 / 16
+    adjacency = torch.zeros(65, 65, dtype=torch.float64)
+    adjacency[:5, 5:] = adjacency[5:, :5] = 1
+    matrix = torch.diag(adjacency.sum(1) + shift) - adjacency
+    eigenvalues = [shift, *[5 + shift] * 59, *[60 + shift] * 4, 65 + shift]
+    truth, runs = exact_sum(lambda x: 1 / x, eigenvalues), []
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        estimate = ritz.trace_function(
+            hidden(matrix), torch.reciprocal, num_steps=12, num_probes=16, method="krylov",
+            generator=generator,
+        )  # fmt: skip
+        assert float(estimate.truncation) < 1e-12 * float(estimate)
+        runs.append(holds(estimate, truth))
+    assert sum(runs) / len(runs) >= 0.95
+
+
 WHOLE = {
     "trace": (lambda op: ritz.trace(op, num_probes=64), torch.trace),
     "Hutchinson": (lambda op: ritz.trace(op, method="hutchinson", num_probes=64), torch.trace),

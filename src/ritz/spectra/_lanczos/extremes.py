@@ -351,12 +351,13 @@ class _Search:
     def bound(self, side: int) -> float:
         """Return the point beyond which an eigenvalue is missed with probability ``missed``.
 
-        Or the end of Gershgorin's discs, if that is nearer.
+        Or the end of Gershgorin's discs, if that is nearer. It lies beyond the roundoff of the last
+        Ritz value.
         """
         values, log_missed = self.run.ritz_pairs()[0], self._log_missed()
         limit = math.log(TUNING.missed / 2)
         end = float(values[0] if side < 0 else values[-1])
-        inside, outside = 0.0, self.roundoff
+        inside = outside = self.roundoff
         while not is_below(log_missed(end + side * outside), limit):
             inside, outside = outside, 2 * outside
         for _ in range(10):
