@@ -164,5 +164,5 @@ def test_evidence_has_a_row_per_figure_and_the_command_of_each_result(tmp_path):
     rows = [line for line in page.splitlines() if line.startswith("| Figure 4")]
     assert rows
     assert all(row.count(" | ") == 4 for row in rows)
-    assert "`ritz study averaging --set width=32 --set num_train=400" in page
+    assert "`ritz study averaging --size smoke`" in page
     assert versions()["machine"] in page
