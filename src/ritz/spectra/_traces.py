@@ -163,7 +163,8 @@ def _eps(op: LinearOperator) -> float:
 
 def _norms(block: Tensor) -> Tensor:
     """Return the norms of columns ``(k,)``, in float64."""
-    norms: Tensor = torch.linalg.vector_norm(block, dim=0, dtype=torch.float64)
+    # Not vector_norm, which adds a column up one entry at a time: its error grows with the length.
+    norms = column_dots(block, block).sqrt()
     if EASY[0] < float(norms.norm()) < EASY[1]:
         return norms
     unit = power_of_two(block)  # the squares of small norms are zero
