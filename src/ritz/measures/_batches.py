@@ -261,9 +261,9 @@ def batch_prediction(
     (6.7 for 2.4 on a network that has fitted its data); the papers' models where they are within
     10 % of ``best``. Printed tables have all other numbers in brackets.
 
-    On four networks on MNIST the mean of ``subspace`` was within 7 % of the measured one from
-    batches of 32 on and within 13 % for 8, where ``additive`` was 70 % too low; see the study
-    ``batch_spectra``.
+    On four networks on MNIST the mean of ``subspace`` was within 6 % of the measured one from
+    batches of 32 on. For 8 it was within 8 % on three of them and 30 % too high on the other, where
+    ``additive`` was 64 to 74 % too low; see the study ``batch_spectra``.
 
     Errors: ``stderr`` has the draws and, for groups of several samples, that groups show a part of
     the differences between samples. ``truncation`` is the larger of the change from ``k/2``
