@@ -96,7 +96,13 @@ def truth(matrices: Tensor, slopes: Tensor, point: Tensor, seed: int) -> dict[st
         "rate": stable_rate(mean + 2 * spread),
         "damping": damping,
         "damping_papers": torch.stack(papers),
-        "exponent": y / (1 + along / top**2 * share),
+        # From each size to the next by the true means, and at the last one by the model.
+        "exponent": torch.cat(
+            [
+                stable_rate(mean).log().diff() / sizes.log().diff(),
+                (y / (1 + along / top**2 * share))[-1:],
+            ]
+        ),
         "changes": count * b / (count - 1 + b),
         "gradient variance": covariance.trace(),
         "along the gradient": g @ whole @ g / (g @ g),

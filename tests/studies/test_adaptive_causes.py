@@ -34,7 +34,9 @@ def test_the_result_is_written_read_and_compared(result, tmp_path):
     assert str(loaded) == str(result)
     rows = evidence(loaded)
     assert [row.where for row in rows] == ["Table 2", "Table 2", "Figure 4.2b"]
-    assert all(name in rows[2].measured for name in METHODS)
+    assert all(name in rows[2].measured for name in ("Lanczos-Newton", "best SGD", "best Adam"))
+    assert all(name in rows[2].why for name in METHODS if "momentum" in name)
+    assert "2 seeds" in adaptive_causes.setting(loaded)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ class Broken(LinearOperator):
 
 
 def changed_input(block):
-    return block.mul_(2.0)
+    block.numpy()[...] *= 2.0  # torch does not see this
+    return block.clone()
 
 
 def moody():

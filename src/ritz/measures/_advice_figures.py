@@ -188,16 +188,18 @@ class Figures:
         model is of second order, and for small batches it takes the noise for stronger than it is.
         """
         p, n = self.prediction, self.num_samples
-        # The last size and one slightly below it: their edges give the local exponent.
-        below = self.sizes[-1] * torch.tensor([-1e-4, 0.0], dtype=torch.float64).exp()
+        # Central differences give the local exponent to 1e-10. Beyond N there is no edge.
+        step = 1e-5
+        high = min(step, math.log(n / float(self.sizes[-1])))
+        near = self.sizes[-1] * torch.tensor([high - 2 * step, high], dtype=torch.float64).exp()
 
         def slope(values: Tensor, sizes: Tensor, top: Tensor) -> Tensor:
             known = torch.where(values > 0, values, math.nan)
             return self._edge(known, top).log().diff() / sizes.log().diff()
 
         def slopes(values: Tensor, top: Tensor, along: Tensor) -> Tensor:
-            local = top + along * share_of_variance(below, n) / top
-            return torch.cat([slope(values, self.sizes, top), slope(local, below, top)])
+            local = top + along * share_of_variance(near, n) / top
+            return torch.cat([slope(values, self.sizes, top), slope(local, near, top)])
 
         parts = (p.best.value, p.lambda_max, p.along)
         return propagate(slopes, *parts, method="predicted edges of this and the next batch size")
