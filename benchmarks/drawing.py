@@ -7,7 +7,7 @@ from timing import RESULTS
 import ritz
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
-NAMES = {"vgg16": "VGG-16, 15,291,300 parameters", "gpt": "GPT-style decoder, 124,439,808"}
+NAMES = {"vgg16": "VGG-16, 15,291,300 parameters", "gpt": "GPT, 124,439,808 parameters"}
 KINDS = {"hessian": "Hessian", "ggn": "Gauss-Newton"}
 
 

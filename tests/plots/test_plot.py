@@ -127,7 +127,7 @@ RESULTS = {
     "degeneracies by epoch": (lambda: {1: degeneracy(), 2: degeneracy()}, (1, "epoch", "")),
     "degeneracies by name and epoch": (lambda: {"Hessian": {1: degeneracy()}}, (1, "epoch", "")),
     "landscape": (lambda: ritz.landscape(network(), {"largest": torch.ones(53)}, num_points=5),
-                  (2, "step $t$", "Ritz vector of the largest value, batch norm eval")),
+                  (2, "step $t$", "Ritz vector of the largest value\nbatch norm eval")),
     "landscape in two dimensions": (
         lambda: measures.landscape2d(network(), torch.ones(53), torch.arange(53.0), num_points=5),
         (1, "step along first", "batch norm eval")),
@@ -186,6 +186,14 @@ def test_every_result_has_a_plot(name, tmp_path):
         assert first.get_title("left") == title
     drawn = [*first.lines, *first.collections, *first.images, *first.containers]
     assert drawn
+
+
+def test_titles_of_a_landscape_stay_within_the_figure():
+    figure = plots.plot(RESULTS["landscape"][0]())
+    figure.draw_without_rendering()
+
+    for ax in figure.axes:
+        assert ax._left_title.get_window_extent().x1 <= figure.bbox.x1
 
 
 @pytest.mark.parametrize(

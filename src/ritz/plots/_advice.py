@@ -20,10 +20,10 @@ TITLES = {"sgd": "SGD", "momentum": "SGD", "nesterov": "Nesterov", "adam": "Adam
 def advice(advice: Advice, *, axes: "Sequence[Axes] | None" = None) -> list["Axes"]:
     r"""Draw predicted curvature and learning rates over batch sizes, and return the axes.
 
-    The first panel shows the largest eigenvalue of batches with its spread and the other models,
-    dotted and in brackets where they are not to be trusted; the second the edge of local stability,
-    the recommended learning rate, what trials stand and your own. Adam and K-FAC have a third
-    panel, the least damping per unit of learning rate. Bars are 95 % intervals.
+    The first panel shows the largest eigenvalue of batches, its spread, and other models of it,
+    dotted where they do not hold. The second shows the edge of local stability, the recommended
+    learning rate, the largest one that trials trained with, and the one of the run. For Adam and
+    K-FAC, a third shows the least damping per unit of learning rate. Bars are 95 % intervals.
 
     Args:
         advice: Result of :func:`ritz.advise`.
@@ -67,12 +67,12 @@ def _draw_curvature(ax: "Axes", advice: Advice) -> None:
 def _draw_rates(ax: "Axes", advice: Advice) -> None:
     columns = {"edge of local stability": advice.edge, "recommended": advice.rate}
     if advice.trainable is not None:
-        columns["trials"] = advice.trainable
+        columns["largest in trials"] = advice.trainable
     for index, (name, estimate) in enumerate(columns.items()):
         if np.isfinite(as_array(estimate.mean)).any():
             _bars(ax, advice.batch_sizes, estimate, index, name)
     if advice.known is not None:
-        ax.plot(*advice.known, "*", color="black", markersize=9, label="yours")
+        ax.plot(*advice.known, "*", color="black", markersize=9, label="learning rate of the run")
     ax.set_ylabel("learning rate")
     momentum = f", momentum {advice.momentum:g}" if advice.momentum else ""
     style.set_title(ax, f"{TITLES[advice.optimizer]}{momentum}")

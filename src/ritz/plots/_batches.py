@@ -52,10 +52,10 @@ def _draw_curves(ax: "Axes", result: BatchPrediction, quantity: str) -> None:
 def prediction_line(
     ax: "Axes", result: BatchPrediction, name: str, values: np.ndarray[Any, Any], colour: str
 ) -> None:
-    """Draw a prediction over batch sizes: dashed, and faint where it is not to be trusted."""
+    """Draw a prediction over batch sizes: dashed where its model holds, otherwise dotted."""
     trusted = np.array(result.trusted[name])
-    style.line(ax, result.batch_sizes, values, colour, None if trusted.any() else f"({name})",
-               linestyle=":", marker="", alpha=0.6)  # fmt: skip
+    label = None if trusted.any() else f"{name} (does not hold)"
+    style.line(ax, result.batch_sizes, values, colour, label, linestyle=":", marker="", alpha=0.6)
     if trusted.any():
         shown = np.where(trusted, values, np.nan)
         style.line(ax, result.batch_sizes, shown, colour, name, linestyle="--")

@@ -85,8 +85,9 @@ def _(result: Landscape) -> "Figure":
         if ax is not axes[0]:
             ax.sharey(axes[0])
         landscape(result, direction=name, ax=ax, log=log)
+        # Two lines: one would be wider than the panel.
         titles = (style.direction_title(name), style.result_title(result))
-        style.set_title(ax, ", ".join(filter(None, titles)))
+        style.set_title(ax, "\n".join(filter(None, titles)))
     style.share_legend(figure)
     return figure
 

@@ -456,7 +456,19 @@ def _descent(seed: int) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------
 # The figure.
 
-COLOURS = (style.STYLE.grey, style.STYLE.blue, style.STYLE.vermilion, style.STYLE.green)
+# The same colour in all panels. The name of a regime ends in that of its noise.
+COLOURS = {
+    "small": style.STYLE.grey,
+    "small batch": style.STYLE.grey,
+    "large": style.STYLE.blue,
+    "full": style.STYLE.vermilion,
+    "diagonal": style.STYLE.green,
+    "isotropic": style.STYLE.blue,
+}
+
+
+def _colour(name: str) -> str:
+    return COLOURS.get(name.removeprefix("large + "), style.STYLE.orange)
 
 
 def figure(result: Result) -> style.Figure:
@@ -472,38 +484,46 @@ def figure(result: Result) -> style.Figure:
 
 
 def _draw_steps(axis: Any, p: Planar) -> None:
-    for name, steps, colour in zip(p.names, p.steps, COLOURS, strict=False):
-        axis.scatter(*steps[:300].T.numpy(), s=3, color=colour, label=name, alpha=0.6)
-    axis.scatter(*p.start.numpy(), marker="+", color="black", s=60)
-    style.finish(axis, "first weight", "second weight", "One step of a regression (Fig. 1)")
+    for name, steps in zip(p.names, p.steps, strict=False):
+        axis.scatter(*steps[:300].T.numpy(), s=3, color=_colour(name), label=name, alpha=0.6)
+    axis.scatter(*p.start.numpy(), marker="+", color="black", s=60, label="start")
+    axis.set(xlabel="first weight", ylabel="second weight")
+    style.set_title(axis, "One step of a regression (Fig. 1)")
+    _legend_below_points(axis)
 
 
 def _draw_paths(axis: Any, p: Planar) -> None:
     steps = range(1, p.losses.shape[1] + 1)
-    for name, losses, colour in zip(NOISES, p.losses, COLOURS[2:], strict=True):
-        axis.plot(steps, losses.numpy(), color=colour, label=f"{name} noise, exact mean")
+    for name, losses in zip(NOISES, p.losses, strict=True):
+        axis.plot(steps, losses.numpy(), color=_colour(name), label=f"{name} noise, exact mean")
     title = "Quadratic in two dimensions (Fig. 4)"
     style.finish(axis, "step", "expected loss", title, yscale="log")
 
 
 def _draw_variances(axis: Any, result: Result) -> None:
-    for name, values, colour in zip(REGIMES, result.variances, COLOURS, strict=True):
-        axis.plot(range(len(values)), values.numpy(), "o-", color=colour, label=name, markersize=4)
-    axis.set_xticks(range(len(result.layers)), result.layers, rotation=60, fontsize=6)
+    for name, values in zip(REGIMES, result.variances, strict=True):
+        places = range(len(values))
+        axis.plot(places, values.numpy(), "o-", color=_colour(name), label=name, markersize=4)
+    # Names of a few layers have room; those of a deep network stand on end.
+    look: Any = (
+        {"fontsize": "small"} if len(result.layers) <= 5 else {"rotation": 60, "fontsize": 6}
+    )
+    axis.set_xticks(range(len(result.layers)), result.layers, **look)
     style.finish(axis, "", "mean gradient variance", "Variance by layer (Fig. 2)", yscale="log")
 
 
 def _draw_training(axis: Any, result: Result) -> None:
     for j, method in enumerate(result.config.methods):
-        axis.plot(result.steps[0, j], result.losses[0, j], color=COLOURS[j % 4], label=method)
+        axis.plot(result.steps[0, j], result.losses[0, j], color=_colour(method), label=method)
     title = f"{result.config.tasks[0]}: loss per update (Fig. 3)"
     style.finish(axis, "step", "training loss", title, xscale="log")
     style.log_scale(axis)
 
 
 def _draw_norms(axis: Any, result: Result) -> None:
-    for name, values, colour in zip(NOISES, result.fisher_norms[0], COLOURS[2:], strict=True):
-        axis.plot(range(len(values)), values.numpy(), "o-", color=colour, label=name, markersize=3)
+    for name, values in zip(NOISES, result.fisher_norms[0], strict=True):
+        epochs = range(len(values))
+        axis.plot(epochs, values.numpy(), "o-", color=_colour(name), label=name, markersize=3)
     title = f"{result.config.tasks[0]}: Fisher matrix (Fig. 5a)"
     style.finish(axis, "epoch", "Frobenius norm", title, yscale="log")
 
@@ -511,7 +531,7 @@ def _draw_norms(axis: Any, result: Result) -> None:
 def _draw_table(axis: Any, result: Result) -> None:
     tasks, methods = result.config.tasks, result.config.methods
     for j, method in enumerate(methods):
-        colour = COLOURS[j % 4]
+        colour = _colour(method)
         for i, task in enumerate(tasks):
             # Methods stand beside each other around the place of their task.
             place = i + (j - (len(methods) - 1) / 2) * 0.18
@@ -522,4 +542,13 @@ def _draw_table(axis: Any, result: Result) -> None:
                 published = 100 - TASKS[task].published[method]
                 axis.scatter([place], [published], color=colour, marker="_", s=120)
     axis.set_xticks(range(len(tasks)), tasks)
-    style.finish(axis, "", "test error (%)", "Table 1; bars as published")
+    axis.set_ylabel("test error (%)")
+    style.set_title(axis, "Table 1; bars as published")
+    _legend_below_points(axis)
+
+
+def _legend_below_points(axis: Any) -> None:
+    """Draw a legend in two columns below all points, which leave no corner free."""
+    low, high = axis.get_ylim()
+    axis.set_ylim(low - 0.35 * (high - low), high)
+    style.legend(axis, loc="lower center", ncols=2)
