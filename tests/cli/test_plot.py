@@ -31,7 +31,9 @@ def test_a_log_is_drawn_in_the_format_of_the_file_name(finished, tmp_path, capsy
     names = "curves, curvature, degeneracy, lambda_max, sharpness_ratio, ritz_values"
     names += ", weight_norm, weight_max"
     written = f"written: {picture}, {second}"
-    assert capsys.readouterr().out == f"alone with --what: {names}\n\n{written}\n"
+    assert (
+        capsys.readouterr().out == f"--what NAME draws one of these alone: {names}\n\n{written}\n"
+    )
 
 
 def test_one_or_several_results_are_drawn(spectra, tmp_path, capsys):
@@ -56,8 +58,8 @@ def test_two_runs_are_drawn_in_one_figure(finished, tmp_path):
 
 def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     log = finished / "log.jsonl"
-    assert "no such file: nowhere" in refused("plot", "nowhere")
-    assert "the file of a figure must end in .png, .svg, .pdf" in refused(
+    assert "no such file or folder: nowhere" in refused("plot", "nowhere")
+    assert "the file of a figure must end in .png, .svg or .pdf" in refused(
         "plot", log, "--out", "x.gif"
     )
     assert "there is no folder" in refused("plot", log, "--out", tmp_path / "no" / "x.png")

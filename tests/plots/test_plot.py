@@ -189,7 +189,9 @@ def test_every_result_has_a_plot(name, tmp_path):
 
 
 def test_titles_of_a_landscape_stay_within_the_figure():
-    figure = plots.plot(RESULTS["landscape"][0]())
+    names = ("largest", "smallest", "smallest magnitude")
+    directions = {name: torch.ones(53) for name in names}
+    figure = plots.plot(ritz.landscape(network(), directions, num_points=3))
     figure.draw_without_rendering()
 
     for ax in figure.axes:

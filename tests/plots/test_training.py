@@ -350,7 +350,7 @@ def test_the_same_figure_gives_the_same_bytes(log, tmp_path, kind, start):
 
 
 def test_check_picture_rejects_unknown_types_and_missing_folders(tmp_path):
-    with pytest.raises(ValueError, match=r"must end in .png, .svg, .pdf; got 'x.gif'"):
+    with pytest.raises(ValueError, match=r"must end in .png, .svg or .pdf, got 'x.gif'"):
         check_picture(tmp_path / "x.gif")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         check_picture(tmp_path / "no" / "x.png")

@@ -394,7 +394,7 @@ def test_a_user_defined_quantity_is_measured_and_costed():
     found, _, data, _, _ = stepped([name, "gradient_norm"])
     assert found[name] == pytest.approx(found["watched_loss"] ** 2)
     assert CurvatureMonitor(data, quantities=[name, "gradient_norm"]).cost == 3.0
-    with pytest.raises(ValueError, match=r"parts must be of gradient, .* got nothing"):
+    with pytest.raises(ValueError, match=r"parts must be among gradient, .* got nothing"):
         register_quantity("other", "", parts=["nothing"])
 
 

@@ -9,7 +9,7 @@ from training.examples import network, samples
 from ritz._core.registry import UnknownNameError
 from ritz.optim import Gadam, IterateAverage
 from ritz.training import CurvatureMonitor, TrainingConfig, evaluate, fit, register_optimizer
-from ritz.training._assembly import average_plan
+from ritz.training._optimizers import average_plan
 
 GOOD = {"num_epochs": 2, "batch_size": 12}
 

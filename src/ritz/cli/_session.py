@@ -152,7 +152,8 @@ def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunC
     # A file of weights alone does not say what it belongs to.
     missing = [name for name in ("model", "data") if not (names[name] or getattr(made, name))]
     if missing:
-        raise ValueError(f"{folder} has no {CONFIG}, so model and data are unknown: pass "
+        raise ValueError(f"{options.source} does not name its model and data, because there is no "
+                         f"{CONFIG} in {folder.resolve()}: pass "
                          f"{' and '.join(f'--{name}' for name in missing)}")  # fmt: skip
     unnamed = [name for name in ("model", "data", "loss")
                if names[name] is None and ":" in getattr(made, name)]  # fmt: skip
@@ -183,7 +184,7 @@ def explain_mismatch(
 ) -> Iterator[None]:
     """If the block fails, try the model on two samples, and name it and the data if that fails too.
 
-    Nothing is tried beforehand: the first real step is the test.
+    A run that works pays nothing: the model is tried only after a failure.
     """
     try:
         yield
@@ -294,7 +295,7 @@ def measurement(options: MeasureOptions) -> Iterator["Measurement"]:
 @final
 @dataclass(slots=True)
 class Measurement:
-    """What one command measures: names of results, states to resume from, files written.
+    """One command that measures a network: its results, saved states and files.
 
     Attributes:
         run: The trained network.
@@ -343,7 +344,7 @@ class Measurement:
         )
 
     def announce(self, risk: Risk, *, products: int, evaluations: int = 0) -> None:
-        """Say what a long command is going to compute, and about how long it will take."""
+        """Print the cost of a long command and an estimate of its duration."""
         if self.options.json:
             return
         with risk.settings():
@@ -365,7 +366,7 @@ class Measurement:
         return torch.Generator().manual_seed(self.options.seed)
 
     def matrices(self, matrix: str) -> tuple[Any, ...]:
-        """Return the matrices that ``--matrix`` names."""
+        """Return the matrices that ``--matrix`` selects."""
         if matrix != "hessian" and self.run.loss_fn is None:
             raise ValueError(
                 f"--matrix {matrix} needs the outputs of the model, but with --loss model it "
@@ -374,7 +375,7 @@ class Measurement:
         return ("hessian", "ggn") if matrix == "both" else (matrix,)
 
     def modes(self, batch_norm: str) -> tuple[Any, ...]:
-        """Return the modes that ``--batch-norm`` names; one suffices without batch norm."""
+        """Return the modes that ``--batch-norm`` selects; only ``eval`` without batch norm."""
         if not self.has_batch_norm:
             return ("eval",)
         return ("eval", "train") if batch_norm == "both" else (batch_norm,)
@@ -385,14 +386,14 @@ class Measurement:
         return TITLES[matrix] + (f", batch norm {mode}" if self.has_batch_norm else "") + term
 
     def name(self, result: str, *leading: str) -> str:
-        """Return the name of a result, without its ending.
+        """Return the file name of a result, without its ending.
 
-        It mentions weights, options, model, data and loss where they are neither the default of
-        the command nor those of the run. So only the same command overwrites a result.
+        The name contains every option that is not at its default, and weights, model, data and loss
+        if they are not those of the run. So only the same command overwrites a result.
 
         Args:
-            result: What it is.
-            leading: Names of further options it depends on, mentioned first.
+            result: Kind of the result, such as ``sharpness``.
+            leading: Options that come first in the name.
         """
         # Options that the name may have to mention: those of the command itself.
         entries = {entry.name: entry for entry in fields(self.options)}

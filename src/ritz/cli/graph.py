@@ -81,7 +81,7 @@ class GraphOptions(SeedOptions):
         files: Iterable[Path] = (),
         top: float | None = None,
     ) -> None:
-        """Draw a result if a picture is wanted, at most up to a height, and print it."""
+        """Print a result, and draw it if ``--out`` is given, with a y axis that ends at ``top``."""
         if self.out is not None:
             figure = ritz.plots.plot(drawn)
             if top is not None:
@@ -170,6 +170,8 @@ class CompareOptions(SampleOptions):
 @flatten_options
 def compare(options: CompareOptions) -> None:
     """Print the distances between the spectra of graphs, with their errors."""
+    if len(options.files) < 2:
+        raise ValueError(f"FILE must be given at least twice, got only {options.files[0]}")
     keywords = options.keywords()
     # Two files of the same name in different folders are two graphs.
     files = {name: options.read(file) for name, file in _names(options.files).items()}

@@ -46,7 +46,9 @@ def command(options: Options) -> None:
     paths = [path / LOG if path.is_dir() else path for path in options.files]
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"no such file: {path}")
+            missing = f"no log in {path.parent}: it has no {LOG}, which ritz train writes"
+            raise FileNotFoundError(missing if path.parent in options.files else
+                                    f"no such file or folder: {path}")  # fmt: skip
     # A folder stands for its log.
     logs = [path for path in paths if path.suffix == ".jsonl"]
     # A run that was watched has two pictures.
@@ -84,7 +86,7 @@ def _parts(logs: list[Path], what: str) -> list[str]:
 
 
 def _more(runs: dict[str, list[dict[str, Any]]], what: str) -> str:
-    """Return what else can be drawn of the logs, if nothing was chosen."""
+    """Return a line that lists the values of ``--what``, if none was chosen."""
     from ritz.plots._shared import watched_names
 
     names = watched_names([record for records in runs.values() for record in records])
@@ -92,7 +94,7 @@ def _more(runs: dict[str, list[dict[str, Any]]], what: str) -> str:
         return ""
     single = [name for name, key in (("curvature", "lambda_max"), ("degeneracy", "ritz_values"))
               if key in names and len(runs) == 1]  # fmt: skip
-    return f"alone with --what: {', '.join(['curves', *single, *names])}"
+    return f"--what NAME draws one of these alone: {', '.join(['curves', *single, *names])}"
 
 
 def _draw_logs(runs: dict[str, list[dict[str, Any]]], what: str) -> "Figure":

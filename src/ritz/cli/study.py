@@ -37,12 +37,15 @@ class Options(SeedOptions):
 
 def command(options: Options) -> None:
     """Reproduce a published table or figure, and write the result and its figure."""
+    from ritz.cli._session import writing
+
     study = ritz.studies.find(options.name)
     # --set seed=... wins over --seed.
     overrides = {"seed": str(options.seed)} | split_settings("--set", options.settings)
     config = ritz.studies.configure(ritz.studies.sized(study, options.size), overrides)
-    folder = options.out or Path("out") / options.name
-    result = ritz.studies.run(study, config, folder, progress=not options.json)
-    # This removes the saved state, which is no longer needed.
-    files = ritz.studies.write(study, result, folder)
+    # A folder that cannot be written to must be found before a study of hours.
+    with writing(options.out or Path("out") / options.name) as folder:
+        result = ritz.studies.run(study, config, folder, progress=not options.json)
+        # This removes the saved state, which is no longer needed.
+        files = ritz.studies.write(study, result, folder)
     print_result(result, files, as_json=options.json)

@@ -37,7 +37,7 @@ RESULT, PICTURE = "sweep.safetensors", "sweep.png"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(train.Options):
-    """Options of the command beside those of ``ritz train``."""
+    """Options of the command, in addition to those of ``ritz train``."""
 
     # fmt: off
     grid: list[str] | None = option(None, "Option with the values to try, such as lr=0.03,0.1. "
@@ -67,13 +67,13 @@ def command(options: Options, training: TrainingConfig) -> None:
     device = default_device(training.device)
     # Several runs on one GPU would share its memory.
     jobs = options.jobs or (1 if device.type == "cuda" else available_cores())
-    if not options.json:
-        # A run that has ended has weights, and is not trained again.
-        done = sum((options.out / point.name / WEIGHTS).is_file() for point in plan.points)
-        typer.echo(f"{plan}; {done} have ended; at most {jobs} at once", err=True)
     # Processes receive a function that can be pickled.
     run = partial(_train, config, train.watching(options))
     with writing(options.out) as folder:
+        if not options.json:
+            # A run that has ended has weights, and is not trained again.
+            done = sum((folder / point.name / WEIGHTS).is_file() for point in plan.points)
+            typer.echo(f"{plan}; {done} have ended; at most {jobs} at once", err=True)
         result = run_plan(
             plan, run, max_jobs=jobs, metric=options.metric, progress=not options.json
         )

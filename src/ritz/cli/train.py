@@ -39,7 +39,7 @@ WATCHED = ("quantity", "watch_matrix", "watch_batch_norm", "watch_samples", "wat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(shared.PrintOptions):
-    """Options of the command beside those of the training."""
+    """Options of the command that are not options of training."""
 
     # fmt: off
     model: str = option(MISSING, "Name (ritz list models) or module:factory.", NETWORK,
@@ -102,8 +102,10 @@ def watching(options: Options) -> dict[str, Any]:
     # Names are checked before the data are read.
     for name in options.quantity or ():
         if name not in QUANTITIES:
-            raise ValueError(f"--quantity must be of ritz list quantities, got {name!r}; "
-                             f"{suggest(name, QUANTITIES)}")  # fmt: skip
+            raise ValueError(
+                f"--quantity must be a name of ritz list quantities, got {name!r}; "
+                f"{suggest(name, QUANTITIES)}"
+            )
     for entry in fields(Options) if options.watch is None else ():
         value = getattr(options, entry.name)
         if entry.name in WATCHED and value != entry.default:

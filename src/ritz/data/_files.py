@@ -36,7 +36,7 @@ def locate(
         root: Folder of the user, or ``None``.
         folders: Searched in this order, below ``root``; ``"."`` is ``root`` itself.
         hint: How to get the files.
-        others: Folders searched after those, also without a ``root``.
+        others: Folders to search after these, even without a ``root``.
     """
     if root is None and not others:
         raise FileNotFoundError(

@@ -29,7 +29,7 @@ def check_picture(path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     if target.suffix.lower() not in METADATA:
         raise ValueError(
-            f"the file of a figure must end in {', '.join(METADATA)}; got {target.name!r}"
+            f"the file of a figure must end in .png, .svg or .pdf, got {target.name!r}"
         )
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {target}: there is no folder {target.parent}")

@@ -24,7 +24,7 @@ def as_array(values: Any) -> Array:
 
 
 def not_drawn(name: str, wanted: str, value: Any) -> TypeError:
-    """Return the error for an argument of the wrong class; ``plots.plot`` may be the way."""
+    """Return the TypeError for an argument of the wrong class, which suggests ``plots.plot``."""
     advice = "; plots.plot draws it" if type(value).__module__.startswith("ritz.") else ""
     return TypeError(f"{name} must be {wanted}, got {type(value).__name__}{advice}")
 

@@ -107,7 +107,7 @@ def panel_grid(
 
 
 def legend(ax: "Axes", *, above: bool = False, **options: Any) -> None:
-    """Draw a legend in the panel or above its right end, if there is anything to name."""
+    """Draw a legend in the panel, or above its right end, if anything has a label."""
     if above:
         options = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)} | options
     if "handles" in options or ax.get_legend_handles_labels()[1]:
@@ -115,7 +115,7 @@ def legend(ax: "Axes", *, above: bool = False, **options: Any) -> None:
 
 
 def share_legend(figure: "Figure", axes: "Sequence[Axes] | None" = None) -> None:
-    """Replace the legends of panels, by default of all, by one above them, with every label once.
+    """Replace the legends of panels, by default of all, by one legend above the panels.
 
     Ritz values come first, from negative to positive, and then the other labels in the order of the
     panels. The legend has as many columns as fit. For further rows the figure grows, so that the
@@ -194,7 +194,7 @@ def name_rows(ax: "Axes", names: Sequence[str]) -> Array:
 
 
 def series_look(index: int) -> tuple[str, str]:
-    """Return the colour and marker of a series; those of the first 49 differ."""
+    """Return the colour and marker of a series; the first 49 series have different pairs."""
     colours, markers = STYLE.palette, STYLE.markers
     lap = index // len(colours)
     return colours[index % len(colours)], markers[(index + lap) % len(markers)]
@@ -240,7 +240,7 @@ def include_x(ax: "Axes", x: Array) -> None:
 
 
 def whole_x(ax: "Axes", x: Array) -> None:
-    """Include all places ``(n,)``, such as epochs, and put ticks at whole numbers only."""
+    """Extend the horizontal axis to all places ``(n,)``, such as epochs, with whole ticks only."""
     from matplotlib.ticker import MaxNLocator
 
     include_x(ax, x)

@@ -1,4 +1,4 @@
-"""Plots of sweeps: what each combination of options reached, run by run."""
+"""Plots of sweeps: metrics of all runs over one option."""
 
 from itertools import product
 from typing import Any
@@ -66,7 +66,7 @@ def _draw_row(ax: "Axes", places: Any, runs: Any, index: int, label: str | None)
 
 
 def _axis(grid: dict[str, list[Any]]) -> int | None:
-    """Return the option along the horizontal axis: numbers rather than words, the most values."""
+    """Return the option for the horizontal axis: numeric if possible, with the most values."""
     if not grid:
         return None
     lists = list(grid.values())
@@ -78,7 +78,7 @@ def _numeric(values: list[Any]) -> bool:
 
 
 def _places(values: list[Any]) -> Any:
-    """Return where values are on the horizontal axis: words beside each other."""
+    """Return the places of values on the horizontal axis; words have the places 0, 1, ..."""
     return np.asarray(values, dtype=float) if _numeric(values) else np.arange(float(len(values)))
 
 

@@ -30,7 +30,7 @@ TrainingLike = with_fields("history", "num_epochs")
 def training_curves(
     runs: Mapping[str, Iterable[arrays.Record]], *, axes: "Sequence[Axes] | None" = None
 ) -> list["Axes"]:
-    """Draw loss, accuracy and what else training logged by epoch, and return the axes.
+    """Draw loss, accuracy and other metrics of training by epoch, and return the axes.
 
     A single run has one colour per data set, and a line where averaging begins. Several runs have
     one colour each and one line style per data set; from the eighth on they have markers as well.
@@ -146,7 +146,7 @@ def _records(result: Any) -> list[dict[str, Any]]:
 
 
 def curvature_over_time(records: Iterable[arrays.Record], *, ax: "Axes | None" = None) -> "Axes":
-    """Draw the largest eigenvalue over time, beside the edge of stability, and return the axes.
+    """Draw the largest eigenvalue and the edge of stability over time, and return the axes.
 
     Steps of SGD diverge along eigenvectors whose eigenvalue is above the edge. There is none in the
     log of a preconditioned method. The band is the residual of the eigenvalue. The scale is

@@ -50,7 +50,7 @@ def watched(
 
 
 def watched_names(records: Iterable[arrays.Record]) -> tuple[str, ...]:
-    """Return the names of what monitors logged, of all layers once, in the order of the log."""
+    """Return the names that monitors logged, in the order of the log; one name for all layers."""
     found: dict[str, None] = {}
     for record in records:
         if record.get("kind") != "curvature":

@@ -8,13 +8,39 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ritz._core.batches import tensors
+from ritz._core.distributed import world_size
+from ritz._core.params import parameters
+from ritz._core.training_config import TrainingConfig
 from ritz.training._step import Piece, Step, nested
 
 Signature = tuple[Any, ...]
+
+
+def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.device) -> bool:
+    """Return whether to capture steps in a CUDA graph; raise if that is required but impossible."""
+    inner = nested(optimizer)[-1]
+    if config.capture and config.random_segments:
+        raise ValueError("capture must be False with random_segments, whose batches differ in size")
+    # All that changes between two steps must be on the device.
+    stays = all(p.is_cuda for p in parameters(inner)) and all(
+        isinstance(rate := group.get("lr"), Tensor)
+        and rate.is_cuda
+        and (group.get("capturable") or (isinstance(inner, SGD) and group["fused"]))
+        for group in inner.param_groups
+    )
+    # The gradient scaler of float16 reads from the device whether to skip the step.
+    single = device.type == "cuda" and world_size() == 1 and config.precision != "float16"
+    if config.capture and not (single and stays):
+        raise ValueError(
+            "capture=True needs a CUDA device, a single process, a precision other than float16 "
+            "and an optimiser with capturable=True (SGD: fused=True) and lr as a CUDA tensor, got "
+            f"{type(optimizer).__name__} on {device} in {config.precision}"
+        )
+    return single and stays and config.capture is not False and not config.random_segments
 
 
 @final

@@ -1,4 +1,4 @@
-"""Training data: parts to train and measure on, and epochs of batches for every process."""
+"""Training data: parts for training and evaluation, and epochs of batches for each process."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
@@ -78,7 +78,7 @@ class IndexedData:
 
 @final
 class _IndexedBatches(Sequence[Any]):
-    """Batches that are made when they are asked for, so that a resumed run can skip the first."""
+    """Batches that are created on access, so that a resumed run skips the first ones at no cost."""
 
     def __init__(self, data: IndexedData, rows: Sequence[Tensor]) -> None:
         self._data, self._rows = data, rows
@@ -111,7 +111,7 @@ class Feed:
         augment: Passed to ``batches`` unless ``None``.
         drop_last: Leave out a smaller last batch of the first two kinds.
         name: Name of the data in errors.
-        sizes: Batch sizes from certain numbers of epochs on, in place of ``batch_size``.
+        sizes: Pairs of a number of epochs and the batch size after them; replaces ``batch_size``.
         lengths_seed: Seed of the run if the segments of a text have random lengths.
     """
 
@@ -130,7 +130,7 @@ class Feed:
         self.ready = _in_memory(source)
         # Whether the rows of a batch continue those of the batch before, as in a text.
         self.consecutive = bool(getattr(source, "consecutive", False))
-        # Whether a loader has persistent workers, whose seed is drawn in the first epoch only.
+        # Whether a loader has persistent workers, which draw their seed in the first epoch only.
         self.keeps_workers = bool(getattr(source, "persistent_workers", False))
         if is_tensors(source):
             common_rows(source, name)
@@ -138,7 +138,7 @@ class Feed:
                 if part.is_floating_point() and not bool(part.isfinite().all()):
                     raise ValueError(f"{name} must be finite, got NaN or Inf in tensor {index}")
             self.source = IndexedData(source)
-        # Whether ``batch_size`` cuts the samples into batches, or they come in batches.
+        # Whether batch_size applies. Loaders and lists yield finished batches.
         self.cuts = hasattr(self.source, "batches")
         if self.cuts and self.batch_size is None:
             raise ValueError(f"batch_size is required for {name} of tensors or datasets")
@@ -157,7 +157,7 @@ class Feed:
                 f"{type(source).__name__}"
             )
         self._counts: dict[tuple[int, int], int | None] = {}  # of batches, by size and epoch
-        # Batches of an epoch that have all their samples, if only those are wanted.
+        # With drop_last, the number of full batches of an epoch, by batch size.
         self._wholes = {n: self._num_whole_batches(n) for n in self._all_sizes() if self.drop_last}
 
     def _all_sizes(self) -> list[int]:
@@ -170,7 +170,7 @@ class Feed:
         return past[-1] if past else self._all_sizes()[0]
 
     def batch_size_in(self, number: int) -> int | None:
-        """Return the batch size of an epoch, counted from one; ``None`` for unknown batches."""
+        """Return the batch size of an epoch, counted from one, or ``None`` if it is not known."""
         if self.cuts:
             return self._size_in(number)
         size = getattr(getattr(self.source, "batch_sampler", None), "batch_size", None)
@@ -178,7 +178,7 @@ class Feed:
 
     def _num_whole_batches(self, size: int) -> int:
         count = _length(self.source) if self.cuts else None
-        # Only if as many batches result does the length count samples: that of text does not.
+        # The length of a text is not a number of samples: then the numbers of batches differ.
         if not count or _length(self.source.batches(size)) != ceil(count / size):
             raise ValueError(
                 "drop_last needs tensors or a dataset: for other data set it in the DataLoader"
@@ -189,7 +189,7 @@ class Feed:
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches of the first epoch, or ``None`` if only an epoch would tell."""
+        """The number of batches of the first epoch, or ``None`` if the data have no length."""
         return self.num_batches_in(1)
 
     def num_batches_in(self, number: int) -> int | None:
@@ -198,7 +198,7 @@ class Feed:
             return _length(self.source)
         size = self._size_in(number)
         seed = self.lengths_seed
-        # Random lengths differ between epochs; all other epochs of one size have equally many.
+        # Only random lengths make the number differ between epochs of one batch size.
         key = size, 0 if seed is None else number
         if key not in self._counts:
             batches = (
@@ -211,7 +211,7 @@ class Feed:
 
     @property
     def smallest_batch(self) -> int | None:
-        """The smallest batch size that is chosen; ``None`` if the data come in batches."""
+        """The smallest batch size of the run, or ``None`` if the data come in batches."""
         return min(self._all_sizes()) if self.cuts else None
 
     @property
@@ -229,24 +229,27 @@ class Feed:
     ) -> Iterator[Batch]:
         """Return the batches of an epoch on the device; they depend on seed and number only.
 
-        ``skip`` leaves out the first batches before this returns; those of a sequence are not even
-        made. ``look`` takes and returns a batch before it is moved: on the CPU it waits for nobody.
+        Args:
+            number: Number of the epoch, counted from one; 0 is an evaluation.
+            seed: Seed of the run.
+            skip: Number of batches to leave out at the start. Those of a sequence are not created.
+            look: Takes and returns each batch before it is moved to the device.
         """
         batches = self._batches(number, epoch_generator(seed, number))
         whole = self._wholes.get(self._size_in(number))
         if isinstance(batches, Sequence) and (skip or whole is not None):
             batches, skip = batches[skip:whole], 0
-        # A loader draws its order when iteration starts, which must be now.
+        # A loader draws its order when iteration starts. It must start before this returns.
         remaining = islice(batches, whole)
         for _ in islice(remaining, skip):
             pass
         return (to_device(look(batch), self.device, non_blocking=True) for batch in remaining)
 
     def part(self, fraction: float) -> Iterator[Batch]:
-        """Yield this process's rows of the first batches of an epoch, a fraction of all."""
+        """Yield the rows of this process, of a fraction of the batches of an epoch."""
         count = self.num_batches
         if fraction < 1 and count is None:
-            # A fraction of an unknown number: the data are read once to count them.
+            # The number of batches is unknown, so the data are read once to count them.
             count = sum(1 for _ in self.epoch(0, 0))
         stop = None if fraction == 1 or count is None else max(1, ceil(fraction * count))
         for batch in islice(self.epoch(0, 0), stop):
@@ -281,10 +284,10 @@ def loader_generators(source: Any) -> list[torch.Generator]:
 
 
 def own_rows(batch: Batch) -> tuple[Batch, int, bool]:
-    """Return this process's rows of a batch, the number of rows in all, and whether it has any.
+    """Return the rows of this process, the number of rows of the batch, and whether rows are real.
 
-    If a batch has fewer rows than there are processes, a process without rows gets one all the
-    same: all processes must call the model equally often. That row has no weight.
+    All processes must call the model equally often. If a batch has fewer rows than there are
+    processes, those without rows get the first one, which is not real and has no weight.
     """
     count = num_rows(batch)
     if world_size() == 1:
@@ -295,7 +298,7 @@ def own_rows(batch: Batch) -> tuple[Batch, int, bool]:
 
 
 def _in_memory(source: Any) -> Sequence[Batch] | None:
-    """Return all samples in some batches, if they are in memory before an epoch starts."""
+    """Return batches with all samples if these are in memory, otherwise ``None``."""
     if isinstance(source, Split):
         return [(source.inputs, source.targets)]
     if isinstance(source, TextSplit):
@@ -306,7 +309,7 @@ def _in_memory(source: Any) -> Sequence[Batch] | None:
 
 
 def _length(source: Any) -> int | None:
-    """Return the length; a loader of data without a length raises."""
+    """Return the length, or ``None`` if there is none."""
     try:
         return len(source)
     except (TypeError, NotImplementedError):
@@ -314,7 +317,7 @@ def _length(source: Any) -> int | None:
 
 
 # ------------------------------------------------------------------------------------------
-# Data of any kind as parts to train on and to measure on.
+# Data of any kind, sorted into training, validation and test data.
 
 PARTS = ("train", "validation", "test")
 
@@ -404,7 +407,7 @@ def as_part(part: Any, name: str) -> Any:
                         f"tuple of {len(part)}: batches must be a list")  # fmt: skip
     # Texts and dictionaries can be iterated over, but are no batches.
     several = isinstance(part, Iterable) and not isinstance(part, Tensor | str | bytes | Mapping)
-    # The first of a list must be a batch; other iterables would lose it by being looked at.
+    # The first entry of a list must be a batch. Reading it from another iterable would consume it.
     first = part[0] if isinstance(part, list) else ()
     batched = isinstance(first, tuple | list | Mapping) and (first == () or tensors(first))
     usable = hasattr(part, "batches") or (callable(part) and not isinstance(part, type))
@@ -447,11 +450,11 @@ def _guess_shape(train: Any) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------
-# Some of the data, to measure on.
+# Subsets of the data for measurements.
 
 
 def num_samples(source: Any) -> int | None:
-    """Return the number of samples of data, or ``None`` if only an epoch would tell."""
+    """Return the number of samples of data, or ``None`` if it is not known."""
     if isinstance(source, DataLoader):  # without a sampler the dataset yields batches
         return None if source.batch_sampler is None else _length(source.dataset)
     if isinstance(source, list):
@@ -486,7 +489,7 @@ def limited(source: Any, count: int, *, seed: int) -> Any:
 
 
 def measurable(source: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
-    """Return data as ``ritz.Risk`` takes them, and its keyword arguments."""
+    """Return data in a form for ``ritz.Risk``, and keyword arguments of ``ritz.Risk``."""
     if is_tensors(source):
         return source, {"batch_size": batch_size}
     if isinstance(source, TextSplit):  # segments differ in length, so tokens are counted
@@ -495,7 +498,7 @@ def measurable(source: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
 
 
 def sample(source: Any, count: int, *, batch_size: int, seed: int) -> tuple[Any, dict[str, Any]]:
-    """Return at most ``count`` samples in memory for ``ritz.Risk``, and its keyword arguments."""
+    """Return at most ``count`` samples, and keyword arguments, both for ``ritz.Risk``."""
     total = len(source.tokens) if isinstance(source, TextSplit) else num_samples(source)
     count = count if total is None else min(count, total)
     data, options = measurable(limited(source, count, seed=seed), batch_size)
@@ -503,7 +506,7 @@ def sample(source: Any, count: int, *, batch_size: int, seed: int) -> tuple[Any,
 
 
 def first_batch(source: Any, *, count: int = 2) -> Any:
-    """Return a few samples as one batch, or ``None`` if looking at them would use them up."""
+    """Return a few samples as one batch, or ``None`` if reading them would consume them."""
     if isinstance(source, TextSplit):  # without making all segments
         return replace(source, tokens=source.tokens[: source.length + 1]).batches(1)[0]
     if is_tensors(source):
@@ -516,6 +519,6 @@ def first_batch(source: Any, *, count: int = 2) -> Any:
     if isinstance(source, DataLoader) and isinstance(source.dataset, Sized):
         # The loader itself is not iterated: its samples are collated as it would collate them.
         indices = range(min(count, len(source.dataset)))
-        alone = source.batch_sampler is None  # the samples are batches
-        return None if alone else source.collate_fn([source.dataset[i] for i in indices])
+        batched = source.batch_sampler is None  # the dataset yields batches
+        return None if batched else source.collate_fn([source.dataset[i] for i in indices])
     return None

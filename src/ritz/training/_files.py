@@ -34,8 +34,8 @@ class CheckpointError(OSError):
 
 
 @contextmanager
-def _explained(action: str, left: str = "") -> Iterator[None]:
-    """Turn errors of the system into errors that name the action and what is ``left``."""
+def _explain_errors(action: str, left: str = "") -> Iterator[None]:
+    """Raise errors of the system again, with the failed action and a note on what is ``left``."""
     try:
         yield
     except CheckpointError:
@@ -185,7 +185,9 @@ class Log:
         os.close(self._file)
 
     def _writing(self) -> AbstractContextManager[None]:
-        return _explained(f"write the log {self.path}", "; the lines written before are intact")
+        return _explain_errors(
+            f"write the log {self.path}", "; the lines written before are intact"
+        )
 
 
 def read_log(path: FilePath) -> list[Record]:
@@ -274,7 +276,7 @@ class Folder(os.PathLike[str]):
         self.path = Path(path)
         self.file = self.path / NAME
         self._texts, self._good = dict(texts or {}), ", if there is one,"
-        with _explained(f"make the checkpoint folder {self.path}"):
+        with _explain_errors(f"make the checkpoint folder {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
 
     def __fspath__(self) -> str:
@@ -301,7 +303,7 @@ class Folder(os.PathLike[str]):
         self._good = f" ({checkpoint.epoch} epochs, {checkpoint.step} steps)"
 
     def read(self) -> Checkpoint | None:
-        """Return the checkpoint, if there is one; raise for weights of a run without it."""
+        """Return the checkpoint or ``None``; raise if the folder has weights but no checkpoint."""
         if not self.file.exists():
             left = next((path for path in self._weights() if storage.is_own(path)), None)
             if left is not None:
@@ -327,8 +329,8 @@ class Folder(os.PathLike[str]):
         _unlink(x for x in self.path.glob(".tmp??????") if x.stat().st_mtime < old)
 
     def writing(self, action: str) -> AbstractContextManager[None]:
-        """Turn errors of the system into errors that say which checkpoint is left."""
-        return _explained(action, f"; the previous checkpoint{self._good} is intact")
+        """Raise errors of the system again, with a note that the last checkpoint is intact."""
+        return _explain_errors(action, f"; the previous checkpoint{self._good} is intact")
 
     def _weights(self) -> list[Path]:
         copies = sorted(self.path.glob("epoch-[0-9]*.safetensors"))
@@ -337,8 +339,8 @@ class Folder(os.PathLike[str]):
 
 
 @contextmanager
-def held_folder(place: FilePath | None) -> Iterator[Folder | None]:
-    """Yield the folder of a run, locked by the process that writes; all raise if it fails."""
+def locked_folder(place: FilePath | None) -> Iterator[Folder | None]:
+    """Lock the folder of a run for the block and yield it; if that fails, all processes raise."""
     if place is None:
         yield None
         return
@@ -352,7 +354,7 @@ def held_folder(place: FilePath | None) -> Iterator[Folder | None]:
                     folder.remove_temporary_files()
         except CheckpointError as error:
             refusal = error
-        # All processes agree on it: without that the others would wait for the first one forever.
+        # All processes raise together: otherwise the others would wait for the first one forever.
         if all_max(int(refusal is not None)):
             raise refusal or CheckpointError(f"the first process cannot write in {folder.path}")
         yield folder

@@ -23,7 +23,7 @@ from ritz._core.signals import noted_signals
 from ritz._core.training_config import TrainingConfig, TrainingOptions, combine
 from ritz.curvature._shared import Forward
 from ritz.training._data import DataParts, Feed, as_part, as_parts
-from ritz.training._files import FilePath, held_folder
+from ritz.training._files import FilePath, locked_folder
 from ritz.training._loop import Monitor, Run
 from ritz.training._optimizers import OptimizerChoice, optimizer_names
 from ritz.training._result import TrainingResult, TrainingStatus, history_of
@@ -123,7 +123,7 @@ def fit(
 
     Raises:
         CheckpointError: A checkpoint cannot be written: the disk is full, the folder is read-only,
-            or another process writes in it. The last good checkpoint stays. Also raised if
+            or another process writes in it. The last checkpoint remains intact. Also raised if
             ``resume`` is true and the folder has weights of a run but no checkpoint.
 
     Example:
@@ -140,24 +140,24 @@ def fit(
     texts = {name: choice for name, choice in named.items() if isinstance(choice, str)}
     config = _with_preset(combine(config, options | texts))
     classes = _classes(optimizer, schedule)
-    # Processes must have joined before they agree whether the first one could lock the folder.
-    # Signals are noted from before that until the lock is released.
+    # Processes join first: they must agree whether the first one could lock the folder. Signals are
+    # noted for longer than the lock lasts.
     with (
         noted_signals() as signals,
-        joined_processes(config.device) as place,
-        held_folder(checkpoint) as folder,
+        process_group(config.device) as place,
+        locked_folder(checkpoint) as folder,
     ):
         device = device_of(model) if place is None else check_device(place)
-        with arranged(config, device), channels_last(model, config.precision, device):
-            feed, held = _feeds(data, validation, test, config, device)
+        with torch_settings(config, device), channels_last(model, config.precision, device):
+            feed, evaluation = _feeds(data, validation, test, config, device)
             if folder is not None and rank() == 0:
-                _warn_of_workers({"data": feed} | held)
+                _warn_of_workers({"data": feed} | evaluation)
             if not feed.cuts:  # the batches have a size already, so that of the options is unused
                 config = replace(config, batch_size=None)
             run = Run(
                 model=model,
                 feed=feed,
-                held=held,
+                evaluation=evaluation,
                 config=config,
                 device=device,
                 loss_fn=loss_fn,
@@ -184,8 +184,8 @@ def _classes(optimizer: Any, schedule: Any) -> dict[str, str]:
             "schedule must be one of constant, linear, linear_held, step, a function of the time "
             f"or a torch scheduler, got {type(schedule).__name__}"
         )
-    # Objects have no plain form. Their class stands for them in the result and in checkpoints, and
-    # a resumed run compares these words.
+    # Objects cannot be stored. Results and checkpoints store the names of their classes, and a
+    # resumed run compares these names.
     classes = {}
     if not isinstance(optimizer, str | None):
         classes["optimizer"] = f"own {getattr(optimizer, '__name__', type(optimizer).__name__)}"
@@ -273,10 +273,10 @@ def _feeds(
 
 
 @contextmanager
-def joined_processes(device: str | torch.device | None) -> Iterator[str | torch.device | None]:
-    """Join the processes that ``torchrun`` has started, for the block; yield this one's device.
+def process_group(device: str | torch.device | None) -> Iterator[str | torch.device | None]:
+    """Join the processes that ``torchrun`` started, for the block; yield the device of this one.
 
-    In a single process, or if torch.distributed is in use already, nothing is changed.
+    Nothing changes in a single process, or if torch.distributed is initialised already.
     """
     # torchrun sets both; WORLD_SIZE alone may come from elsewhere.
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
@@ -296,7 +296,7 @@ def joined_processes(device: str | torch.device | None) -> Iterator[str | torch.
 
 
 @contextmanager
-def arranged(config: TrainingConfig, device: torch.device) -> Iterator[None]:
+def torch_settings(config: TrainingConfig, device: torch.device) -> Iterator[None]:
     """Set precision, determinism and seeds of torch for the block, and restore them."""
     with ExitStack() as stack:
         # Half precisions leave some operations in float32. In tf32 these have no fewer digits.

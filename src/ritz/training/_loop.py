@@ -1,4 +1,4 @@
-"""A training run: its epochs, evaluation on the way, saving and resuming."""
+"""A training run: its epochs, evaluation, saving and resuming."""
 
 import copy
 import math
@@ -21,15 +21,30 @@ from ritz._core.training_config import TrainingConfig, check_same
 from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, known_loss
 from ritz.data import TextSplit
 from ritz.optim import Lookahead
-from ritz.training import _assembly, _files, _weights
-from ritz.training._cuda_graph import CapturedStep
-from ritz.training._curvature import DivergedError, StepCurvature
+from ritz.training import _files, _weights
+from ritz.training._cuda_graph import CapturedStep, is_captured
 from ritz.training._data import Feed, own_rows
 from ritz.training._files import Checkpoint, Folder, Log, Record
-from ritz.training._optimizers import make_optimizer
-from ritz.training._recurrent import carried_state, gathered
+from ritz.training._optimizers import (
+    average_plan,
+    make_average,
+    make_noise,
+    make_optimizer,
+    make_schedule,
+)
+from ritz.training._recurrent import carried_state, gathered, make_penalty
 from ritz.training._result import TrainingStatus, diverged
-from ritz.training._step import Piece, Step, batch_mass, evaluate, nested, scaled_rates
+from ritz.training._step import (
+    Piece,
+    Step,
+    batch_mass,
+    evaluate,
+    explain_one_row,
+    nested,
+    scaled_learning_rates,
+    use_ghosts,
+)
+from ritz.training._step_curvature import DivergedError, StepCurvature
 from ritz.training._writers import Writer, write_scalars
 
 LOADER = "loader."  # names of the generators of loaders begin with it
@@ -81,7 +96,7 @@ class Generators:
                 torch.cuda.set_rng_state(state, self.device)
 
 
-AGREEMENT = 50  # steps between two agreements of several processes to save or to stop
+AGREEMENT = 50  # steps after which processes agree whether to save or to stop
 Monitor = Callable[[int, nn.Module, Any], Record | None]
 
 
@@ -93,8 +108,8 @@ class Run:
     Attributes:
         model: Any module; it is moved to the device.
         feed: Training data.
-        held: Data to evaluate on, by name. If both are given, ``validation`` is evaluated during
-            the run and ``test`` at its end.
+        evaluation: Data to evaluate on, by name. If both are given, ``validation`` is evaluated
+            during the run and ``test`` at its end.
         config: Options.
         device: Device of model and data.
         loss_fn: Mean loss of outputs and target.
@@ -112,7 +127,7 @@ class Run:
 
     model: nn.Module
     feed: Feed
-    held: Mapping[str, Feed]
+    evaluation: Mapping[str, Feed]
     config: TrainingConfig
     device: torch.device
     loss_fn: Callable[..., Any] | None
@@ -130,7 +145,7 @@ class Run:
     def __post_init__(self) -> None:
         self._assemble()
         # Generators of loaders, in the order of first use, each once: loaders may share one.
-        feeds = (self.feed, *self.held.values())
+        feeds = (self.feed, *self.evaluation.values())
         loaders = dict.fromkeys(each for feed in feeds for each in feed.generators)
         self._generators = Generators(self.device, list(loaders))
         self.state = Checkpoint(
@@ -157,27 +172,25 @@ class Run:
         """Create optimiser, average, schedule and step from the options, and check them."""
         config, model, device = self.config, self.model.to(self.device), self.device
         check_reduction(self.loss_fn)
-        _assembly.use_ghosts(model, config)
+        use_ghosts(model, config)
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
             # The last step of an epoch may accumulate fewer batches than the others.
             self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
-        plan = _assembly.average_plan(config, self.steps_per_epoch, self._steps_before)
+        plan = average_plan(config, self.steps_per_epoch, self._steps_before)
         optimizer = make_optimizer(self.optimizer, model, config, plan, device)
-        self.average, self._auto = _assembly.make_average(self.average, optimizer, config, plan)
+        self.average, self._auto = make_average(self.average, optimizer, config, plan)
         if config.final == "average" and self.average is None:
             raise ValueError("final='average' needs an average: pass average_from or patience")
-        if self._auto is not None and "validation" not in self.held:
+        if self._auto is not None and "validation" not in self.evaluation:
             # The test data must not decide when the run ends.
             raise ValueError(
-                "patience must be given with validation data: pass validation=, hold out images of "
-                "a data set by name (--set-data validation=500), or let the function of the data "
-                "return a dictionary with train, validation and test"
+                "patience needs validation data, got none: pass validation=, hold out images of a "
+                "data set (--set-data validation=500), or let your data function return "
+                "(train, validation, test)"
             )
-        self.schedule = _assembly.make_schedule(
-            self.schedule, optimizer, config, self.steps_per_epoch
-        )
-        noise = _assembly.make_noise(
+        self.schedule = make_schedule(self.schedule, optimizer, config, self.steps_per_epoch)
+        noise = make_noise(
             optimizer, Adapter(model, self.loss_fn, self.forward), config, self._num_steps(),
             samples_per_step=self.feed.smallest_batch,
         )  # fmt: skip
@@ -187,7 +200,7 @@ class Run:
             compiled = DistributedDataParallel(compiled, device_ids=ids)
         self._adapter = Adapter(compiled, self.loss_fn, self.forward)
         # Noise draws new numbers in every step, which a graph would repeat.
-        captured = noise is None and _assembly.is_captured(optimizer, config, device)
+        captured = noise is None and is_captured(optimizer, config, device)
         self.optimizer = optimizer
         self._attach_monitors()
         self._step = Step(
@@ -197,7 +210,7 @@ class Run:
             device,
             cached=not captured,
             noise=noise,
-            penalty=_assembly.make_penalty(model, config),
+            penalty=make_penalty(model, config),
         )
         # The same step, perhaps replayed from a CUDA graph.
         self._take: Callable[[Sequence[Piece]], None] = self._step
@@ -266,9 +279,9 @@ class Run:
     # Steps and epochs.
 
     def _begin(self) -> None:
-        """Take over folder and log, after the first step.
+        """Write the first files of the run, once, after the first step.
 
-        If model and data do not fit, the first step fails, and the files of an earlier run stay.
+        If model and data do not fit, the first step fails, and files of an earlier run are intact.
         """
         if self._begun:
             return
@@ -290,7 +303,9 @@ class Run:
         if self._new:
             self._save()
         if self.folder is not None and self._initial is not None:
-            _weights.save_tensors(self._initial, self.folder.path / _weights.kept_name(0), epoch=0)
+            _weights.save_tensors(
+                self._initial, self.folder.path / _weights.epoch_file_name(0), epoch=0
+            )
             self._initial = None
 
     def _epoch(self, bar: Progress) -> TrainingStatus | None:
@@ -306,7 +321,7 @@ class Run:
         for group in self._groups():
             try:
                 with (
-                    self._rated(group),
+                    self._segment_learning_rate(group),
                     self._curvature.around(group, state.step, epoch=state.epoch + 1),
                 ):
                     self._take(self._pieces(group))
@@ -314,8 +329,8 @@ class Run:
                 return diverged(state.epoch + 1)
             except ValueError as error:
                 rows = min(num_rows(batch) for batch in group)
-                raise _assembly.explain_one_row(error, rows, self.config) from error
-            self._check_held_labels()
+                raise explain_one_row(error, rows, self.config) from error
+            self._check_evaluation_labels()
             state.step += 1
             state.batch += len(group)
             if self.config.schedule_unit == "step":
@@ -331,16 +346,16 @@ class Run:
         self._work = state.step - first, seen, started
         return None
 
-    def _rated(self, group: Sequence[Any]) -> AbstractContextManager[None]:
+    def _segment_learning_rate(self, group: Sequence[Any]) -> AbstractContextManager[None]:
         """Make the learning rate of a step proportional to the random length of its segments."""
         if not self.config.random_segments:
             return nullcontext()
         # As in AWD-LSTM: a gradient over fewer positions takes a smaller step.
         lengths = [batch[0].shape[1] / self.feed.source.length for batch in group]
-        return scaled_rates(nested(self.optimizer)[-1], sum(lengths) / len(lengths))
+        return scaled_learning_rates(nested(self.optimizer)[-1], sum(lengths) / len(lengths))
 
     def _groups(self) -> Iterator[list[Any]]:
-        """Yield the remaining batches of an epoch, grouped by step."""
+        """Yield the remaining batches of an epoch, as one list per step."""
         state, now = self.state, self._generators.states()
         if state.batch:
             # A loader draws its order when an epoch starts, from its generator or the global ones.
@@ -400,10 +415,10 @@ class Run:
         self._labels_checked = ready is not None
         return batch
 
-    def _check_held_labels(self) -> None:
+    def _check_evaluation_labels(self) -> None:
         """Check the labels of data to evaluate on, if in memory, before anything is written."""
         classes = (0 if self._begun else self._step.num_classes) or 0
-        for name, feed in self.held.items() if classes else ():
+        for name, feed in self.evaluation.items() if classes else ():
             for batch in feed.ready or ():
                 target = self._adapter.target(batch)
                 if isinstance(target, Tensor):
@@ -414,7 +429,7 @@ class Run:
         """Step the schedule, evaluate, log and save after the last step of an epoch."""
         self._begin()
         config, state, number = self.config, self.state, self.state.epoch + 1
-        means = self._named(self._step.totals.means(), self.feed, "train_")
+        means = self._with_perplexity(self._step.totals.means(), self.feed, "train_")
         steps, samples, started = self._work
         spent = time.perf_counter() - started  # after `means`, which waits for the device
         if not math.isfinite(means["train_loss"]):
@@ -443,7 +458,7 @@ class Run:
             times |= {"samples_per_second": samples / spent, "evaluation_seconds": rest}
             self._times.write(times)
         if self.folder is not None and number in config.keep:
-            self._save_weights(_weights.kept_name(number), epoch=number)
+            self._save_weights(_weights.epoch_file_name(number), epoch=number)
         if stop:
             return TrainingStatus(outcome="stopped", message=f"patience ran out in epoch {number}")
         return self._poll(agreed=True)
@@ -455,7 +470,7 @@ class Run:
         return cut or state.epoch >= self.config.num_epochs
 
     def _finish(self) -> None:
-        """Evaluate and write what belongs to the end of the run."""
+        """Evaluate at the end of the run, and write final weights and the last checkpoint."""
         state = self.state
         if state.finished:
             return
@@ -481,7 +496,7 @@ class Run:
             if record is not None:
                 # A step belongs to the epoch that is not yet complete.
                 number = self.state.epoch + (unit == "step")
-                # A monitor with a writer of its own has written already.
+                # A monitor that has a writer has written the record already.
                 new = getattr(monitor, "writer", None) is None
                 place = {"epoch": number, "step": self.state.step}
                 self._publish({"kind": "curvature", **record, **place}, written=not new)
@@ -506,10 +521,10 @@ class Run:
         return {"data": self.feed.part(fraction), "forward": self.forward}
 
     def _evaluate(self, fraction: float = 1.0, *, at_end: bool = False) -> Record:
-        """Return loss and accuracy on the data of the end of a run, or on those of an epoch."""
-        # Validation data guide the run, so only the end of a run may look at test data.
-        later = "test" if "validation" in self.held else None
-        feeds = {name: feed for name, feed in self.held.items() if (name == later) == at_end}
+        """Return loss and accuracy on the data of an epoch, or on those for the end of the run."""
+        # Validation data guide the run. Test data are evaluated at its end only.
+        later = "test" if "validation" in self.evaluation else None
+        feeds = {name: feed for name, feed in self.evaluation.items() if (name == later) == at_end}
         record = self._scores(feeds, "")
         if feeds and self.average is not None and self.average.count:
             with self.average.applied(self.model, **self._statistics(fraction)):
@@ -528,10 +543,10 @@ class Run:
                 carry_state=feed.consecutive,
                 top_k=self.config.top_k,
             )
-            record |= self._named(means, feed, f"{prefix}{name}_")
+            record |= self._with_perplexity(means, feed, f"{prefix}{name}_")
         return record
 
-    def _named(self, means: dict[str, float], feed: Feed, prefix: str) -> Record:
+    def _with_perplexity(self, means: dict[str, float], feed: Feed, prefix: str) -> Record:
         """Return means by name, with the perplexity if the loss is the cross-entropy of a text."""
         known = known_loss(self.loss_fn)
         entropy = known is not None and known.kind == "cross_entropy" and not known.smoothing
@@ -546,7 +561,7 @@ class Run:
         if auto is None:
             return False
         averaging, metric = auto.averaging, self._metric
-        # Once there is an average, it decides.
+        # Once averaging has started, the average is judged.
         part = "average_validation" if averaging else "validation"
         if metric == "auto":
             # Granziol et al., Iterate averaging, A.2, judge the accuracy of images. A text is
@@ -663,7 +678,7 @@ class Run:
         self._generators.restore(saved.generators)
         self._step.totals.sums.copy_(saved.totals[rank()])
         over = self._is_over(saved) or (self._auto is not None and self._auto.finished)
-        # Weights and optimiser are not needed twice. An end that was recorded may no longer be one.
+        # Weights and optimiser are not stored twice. A longer run goes past the recorded end.
         self.state = replace(
             saved,
             model={},

@@ -156,13 +156,13 @@ class CurvatureMonitor:
 
     @property
     def parts(self) -> frozenset[str]:
-        """What the quantities share."""
+        """Names of the measurements that the quantities share."""
         return frozenset(part for name in self.names for part in QUANTITIES[name].parts)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Attach to a training run: store the initial weights, and those before a step if needed.
+        """Attach to a training run: store its initial weights, and note weights before each step.
 
-        Nothing is left of a training before, so that one monitor may watch several in turn.
+        What was stored of an earlier run is deleted, so one monitor may watch several in turn.
         """
         if self._memory.reader is not None:
             # Otherwise its hook would note the weights before each step of an earlier optimiser.
@@ -184,7 +184,7 @@ class CurvatureMonitor:
     def __call__(
         self, count: int, model: nn.Module, optimizer: Optimizer | None = None
     ) -> Record | None:
-        r"""Measure if it is time; return the numbers, or ``None``.
+        r"""Return the record of a measurement if one is due, otherwise ``None``.
 
         Args:
             count: Completed steps or epochs.
@@ -208,13 +208,13 @@ class CurvatureMonitor:
         for name in self.names:
             record |= self._attempt(name, QUANTITIES[name].measure, watched) or {}
         if not callable(self.source):
-            # The traces of the products serve the next measurement. What is cached for this point
-            # stays with the old copy, so that it takes no memory between measurements.
+            # The next measurement uses the same traces. A copy at this point has an empty cache, so
+            # that no memory is taken between measurements.
             self._op = watched.op.at(watched.risk)
         return record
 
     def check(self, model: nn.Module) -> None:
-        """Raise for a quantity that a model or its loss does not have; ``fit`` does so first.
+        """Raise if a model or its loss lacks a chosen quantity; ``fit`` calls this first.
 
         Costs a few gradients of the sub-sample, and nothing for quantities that all models have.
         """
@@ -226,11 +226,11 @@ class CurvatureMonitor:
                 self._attempt(name, check, watched)
 
     def _attempt(self, name: str, function: Callable[[Watched], Any], watched: Watched) -> Any:
-        """Return what a function of a quantity returns; say of which quantity an error is."""
+        """Call a function of a quantity; name the quantity in errors."""
         try:
             return function(watched)
         except ValueError as error:
-            # A default that this model or loss does not have is left out; others were chosen.
+            # Quantities that the user chose must exist. Defaults that do not exist are left out.
             if self.quantities is not None or not QUANTITIES[name].separable:
                 raise ValueError(f"{name} cannot be measured: {error}") from error
             self.names = tuple(n for n in self.names if not QUANTITIES[n].separable)

@@ -1,20 +1,25 @@
-"""Optimisers by name, and that of a run."""
+"""Optimisers by name; the optimiser of a run, its schedule, its average and its noise."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
 from torch.optim import ASGD, LBFGS, SGD, Adam, AdamW, Optimizer, RAdam
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ritz import optim
 from ritz._core.distributed import world_size
 from ritz._core.params import parameters
 from ritz._core.registry import Registry
 from ritz._core.training_config import TrainingConfig
+from ritz.curvature._shared import Adapter
+from ritz.training._step import nested
 
+T = TypeVar("T")
 OptimizerFactory = Callable[..., Optimizer]
 OptimizerChoice = str | Optimizer | Callable[[Any], Optimizer]
 _OPTIMIZERS: Registry[OptimizerFactory] = Registry("optimizer")
@@ -100,7 +105,7 @@ def create_optimizer(
     settings = {name: value for name, value in (plan or {}).items() if name in names} | settings
     if _takes_model(make):
         # Its hooks run on the host, so its steps cannot be captured.
-        return _made(name, make, model, settings)
+        return _construct(name, make, model, settings)
     params = list(params)
     # SGD itself, with other defaults, or inside Lookahead.
     sgd = SGD in (make, getattr(make, "func", None), *getattr(make, "args", ()))
@@ -120,20 +125,25 @@ def create_optimizer(
         # A graph reads the learning rate from memory, where the schedule writes it.
         settings["lr"] = torch.tensor(float(rate), device=params[0].device)
         settings |= {} if sgd else {"capturable": True}
-    return _made(name, make, params, settings)
+    return _construct(name, make, params, settings)
 
 
 def _takes_model(make: Callable[..., Any]) -> bool:
     return next(iter(inspect.signature(make).parameters), "") == "model"
 
 
-def _made(name: str, make: OptimizerFactory, subject: Any, settings: dict[str, Any]) -> Optimizer:
+def _construct(
+    name: str, make: OptimizerFactory, subject: Any, settings: dict[str, Any]
+) -> Optimizer:
     try:
         return make(subject, **settings)
     except TypeError as error:
-        takes = ", ".join(_keywords(make))
-        raise ValueError(f"optimizer {name} cannot be made with {settings}: {error}; it takes "
-                         f"{takes}") from error  # fmt: skip
+        known = list(_keywords(make))
+        unknown = [key for key in settings if key not in known]
+        if unknown:
+            raise ValueError(f"optimizer {name} has no setting {unknown[0]!r}; it has "
+                             f"{', '.join(known)}") from error  # fmt: skip
+        raise ValueError(f"optimizer {name} cannot be made with {settings}: {error}") from error
 
 
 def _keywords(make: OptimizerFactory) -> Iterator[str]:
@@ -235,3 +245,212 @@ def make_optimizer(
             "lookahead_sgd or lookahead_adamw, or a Lookahead with that until="
         )
     return optimizer
+
+
+def _built_in(optimizer: Optimizer, name: str, kind: type[T]) -> T | None:
+    """Return the attribute of an optimiser, or of one inside Lookahead, if it is of a class."""
+    # Gadam has an average. Other optimisers may use the name for something else.
+    values = (getattr(each, name, None) for each in nested(optimizer))
+    return next((value for value in values if isinstance(value, kind)), None)
+
+
+# ------------------------------------------------------------------------------------------
+# Schedule of the learning rate.
+
+
+def make_schedule(
+    choice: Any, optimizer: Optimizer, config: TrainingConfig, length: int | None
+) -> Any:
+    """Return a scheduler with ``step``, ``state_dict`` and ``load_state_dict``."""
+    if isinstance(choice, ReduceLROnPlateau):
+        raise ValueError("schedule must not be ReduceLROnPlateau, which needs a loss: see patience")
+    if hasattr(choice, "step") and hasattr(choice, "load_state_dict"):
+        return choice
+    name = config.schedule if choice is None or isinstance(choice, str) else ""
+    # Times are in calls of schedule.step(): one per epoch, or `length` per epoch.
+    unit = 1 if config.schedule_unit == "epoch" else length
+    if unit is None and name in ("linear", "linear_held", "step"):
+        raise ValueError(
+            f"steps_per_epoch is required for schedule={name!r} by step: the data have no length"
+        )
+    whole = config.num_epochs * (unit or 1)
+    # A shape that falls must reach its end when the run does.
+    if config.schedule_unit == "step" and config.max_steps is not None:
+        whole = min(whole, config.max_steps)
+    # Unset, each shape keeps its published final ratio: 1 %, or 50 % with an average.
+    final: Any = {} if config.final_ratio is None else {"final": config.final_ratio}
+    if name == "linear" and config.average_from is not None:
+        # GADAM, equations 12 and 13: the rate falls up to the start of the average.
+        start = max(1, (config.average_from - 1) * (unit or 1))
+        shape = optim.averaging_decay(start, **final)
+    elif name == "linear_held":
+        start = ((config.average_from or 1) - 1) * (unit or 1)
+        shape = optim.held_from(start, optim.linear_decay(whole, **final))
+    elif name == "linear":
+        shape = optim.linear_decay(whole, **final)
+    elif name == "step":
+        shape = optim.step_decay(sorted(config.milestones or {whole // 2, whole * 3 // 4}))
+    else:
+        shape = choice if callable(choice) else lambda time: 1.0
+    shape = optim.warmup(config.warmup, then=shape) if config.warmup else shape
+    return optim.Schedule(optimizer, shape)
+
+
+# ------------------------------------------------------------------------------------------
+# Average of the weights.
+
+
+def average_plan(
+    config: TrainingConfig,
+    length: int | None,
+    steps_before: Callable[[int], int | None] = lambda epoch: None,
+) -> dict[str, int | None]:
+    """Return ``start`` and ``interval`` of the average, and ``until`` of Lookahead, in steps.
+
+    ``start`` is ``None`` if patience decides. Without an average only ``until`` may be there.
+
+    Args:
+        config: The options.
+        length: Steps of an epoch, if known.
+        steps_before: Returns the number of steps before an epoch, if epochs differ; otherwise
+            ``None``.
+    """
+    averages = config.average_from is not None or config.patience is not None
+    if config.average_interval != 1 and not averages:
+        raise ValueError(
+            f"average_interval must be given with average_from or patience, got it alone: "
+            f"{config.average_interval}"
+        )
+    by_epoch = {
+        "average_from": config.average_from,
+        "lookahead_until": config.lookahead_until,
+        "average_every='epoch'": averages and config.average_every == "epoch",
+    }
+    option = next((name for name, value in by_epoch.items() if value), None)
+    if option and length is None:
+        raise ValueError(f"steps_per_epoch is required for {option}: the data have no length")
+    plan: dict[str, int | None] = {}
+    steps = length or 1  # of an epoch
+
+    def first_step(epoch: int | None) -> int | None:
+        if epoch is None:
+            return None
+        before = steps_before(epoch)
+        # Steps and epochs count from one: epoch e begins with step 1 + (e - 1) * steps.
+        return 1 + ((epoch - 1) * steps if before is None else before)
+
+    if averages:
+        unit = steps if config.average_every == "epoch" else 1
+        plan = {"start": first_step(config.average_from)}
+        plan["interval"] = unit * config.average_interval
+    # Lookahead hands over to the average: Granziol et al., Iterate averaging, appendix .2.
+    until = first_step(config.lookahead_until or config.average_from)
+    return plan if until is None else plan | {"until": until}
+
+
+def make_average(
+    choice: optim.IterateAverage | optim.AutoAverage | None,
+    optimizer: Optimizer,
+    config: TrainingConfig,
+    plan: dict[str, int | None],
+) -> tuple[optim.IterateAverage | None, optim.AutoAverage | None]:
+    """Return the average of a run, and the rule that starts it if patience decides."""
+    if choice is not None:
+        if "interval" in plan:
+            raise ValueError("pass either average or one of average_from and patience")
+        auto = choice if isinstance(choice, optim.AutoAverage) else None
+        average: Any = auto.average if auto else choice
+        # Hooks of an average on another optimiser would never run.
+        if average.optimizer not in nested(optimizer):
+            raise ValueError("average must be created for the optimizer that you pass to fit")
+        return average, auto
+    built_in = _built_in(optimizer, "average", optim.IterateAverage)
+    start, interval = plan.get("start"), plan.get("interval")
+    if interval is None:  # the settings of the optimiser alone decide
+        return built_in, None
+    average = built_in or optim.IterateAverage(optimizer, start=start, interval=interval)
+    # Gadam and GadamX got both from the plan if they were created by name, and not otherwise.
+    if (average.planned, average.interval) != (start, interval):
+        raise ValueError(
+            f"average_from, average_every and average_interval must agree with the average of the "
+            f"optimiser, got start={start}, interval={interval} for a {type(optimizer).__name__} "
+            f"with start={average.planned}, interval={average.interval}"
+        )
+    if config.patience is None:
+        return average, None
+    auto = optim.AutoAverage(average, patience=config.patience, rule=config.patience_rule)
+    return average, auto
+
+
+# ------------------------------------------------------------------------------------------
+# Gradient noise.
+
+
+def make_noise(
+    optimizer: Optimizer,
+    adapter: Adapter,
+    config: TrainingConfig,
+    num_steps: int | None,
+    *,
+    samples_per_step: int | None,
+) -> optim.CovarianceNoise | None:
+    """Return the gradient noise of the optimiser, or that of the options, or ``None``.
+
+    Args:
+        optimizer: The optimiser, perhaps inside Lookahead.
+        adapter: The model and its loss.
+        config: The options.
+        num_steps: Steps of the whole run, if known.
+        samples_per_step: The smallest batch size, if it is chosen.
+    """
+    built_in = _built_in(optimizer, "noise", optim.CovarianceNoise)
+    kind: Any = config.noise
+    if kind == "none" and built_in is None:
+        if config.optimizer.partition("/")[0] != "noisy_sgd":
+            return None
+        kind = "diagonal"
+    if config.capture or config.compile:
+        name = "capture" if config.capture else "compile"
+        raise ValueError(f"{name} must be False with noise, which reads gradients of samples")
+    if built_in is not None:
+        if kind == "none":
+            return built_in
+        raise ValueError(f"noise must not be given twice, got {kind!r} and an optimiser with noise")
+    if num_steps is None and (config.noise_until < 1 or kind == "sgld"):
+        raise ValueError("steps_per_epoch is required for noise_until: the data have no length")
+    samples = None if samples_per_step is None else samples_per_step * config.accumulate
+    small = _small_batch(config.noise_batch, samples, kind)
+    heat = config.noise_temperature
+    if kind == "sgld" and heat is None:
+        # One over the samples that the steps of an epoch see.
+        heat = config.num_epochs / ((samples or 1) * (num_steps or 1))
+    # Noise in the first steps, up to this fraction of all.
+    until = None if num_steps is None else math.ceil(config.noise_until * num_steps) + 1
+    return optim.CovarianceNoise(
+        nested(optimizer)[-1],
+        adapter.model,
+        adapter.loss_fn.call,
+        forward=adapter.custom,
+        kind=kind,
+        small=small,
+        until=None if config.noise_until == 1 else until,
+        momentum=config.noise_momentum,
+        refresh=config.noise_refresh,
+        sigma=config.noise_sigma,
+        temperature=heat,
+        seed=config.seed,
+    )
+
+
+def _small_batch(wanted: int | None, samples: int | None, kind: str) -> int:
+    """Return the number of samples of the small batch whose noise is added to steps."""
+    # 128 of 4096, as published.
+    usual = 128 if samples is None else max(1, samples // 32)
+    small = usual if wanted is None else wanted
+    # These kinds add noise to the step itself. They do not imitate a small batch.
+    of_step = kind in ("isotropic", "multiplicative", "sgld")
+    if samples is not None and small >= samples and not of_step:
+        raise ValueError(
+            f"noise_batch must be less than the samples of a step, got {small} and {samples}"
+        )
+    return small

@@ -15,7 +15,7 @@ from ritz.measures import bulk_edge, curvature_variance, gradient_overlap, rank_
 from ritz.spectra import diagonal, frobenius_norm, lanczos
 from ritz.spectra._shared import negative_values
 from ritz.training._files import Record
-from ritz.training._gradient_pass import Histogram
+from ritz.training._sample_gradients import Histogram
 from ritz.training._watched import TUNING, Settings, Watched
 
 Measure = Callable[[Watched], Mapping[str, Any]]
@@ -49,7 +49,7 @@ class Quantity:
         group: What it is about: ``curvature``, ``stability``, ``gradients``, ``weights`` or
             ``steps``.
         parts: What it shares with other quantities; keys of ``PARTS``.
-        own: What it costs beside, in gradients of the watched samples.
+        own_cost: What it costs without its parts, in gradients of the watched samples.
         separable: Whether the samples of a batch must not depend on each other.
         measure: Takes a :class:`Watched` and returns numbers, or lists of numbers, by name.
         check: Takes a :class:`Watched` before training, and raises ``ValueError`` if the model or
@@ -60,18 +60,18 @@ class Quantity:
     text: str
     group: str
     parts: tuple[str, ...]
-    own: Cost
+    own_cost: Cost
     separable: bool
     measure: Measure
     check: Callable[[Watched], object] | None
 
     def cost(self, settings: Settings) -> float:
-        """Return the cost alone, in gradients of the watched samples."""
-        return self.own(settings) + sum(PARTS[part](settings) for part in self.parts)
+        """Return the cost of this quantity alone, in gradients of the watched samples."""
+        return self.own_cost(settings) + sum(PARTS[part](settings) for part in self.parts)
 
 
 QUANTITIES: Registry[Quantity] = Registry("quantity")
-# What is watched unless something is named: at most 17 gradients of the watched samples.
+# The default of a monitor. It costs at most 17 gradients of the watched samples.
 USUAL = ("lambda_max", "weight_norms", "gradient_norm", "gradient_variance", "noise_scale")
 
 
@@ -95,15 +95,15 @@ def register_quantity(
         parts: What it shares with other quantities: ``gradient``, ``samples`` (gradients of single
             samples), ``variance`` (of these gradients, in total), ``largest``, ``smallest``,
             ``leading``, ``preconditioned`` (eigenvalues), ``spectra``, ``trace``, ``step``.
-        cost: What it costs beside, in gradients of the watched samples.
+        cost: What it costs without its parts, in gradients of the watched samples.
         separable: Whether the samples of a batch must not depend on each other, as they do with
             batch norm in train mode. With ``samples`` or ``variance`` they must not.
         check: Called before training. It raises ``ValueError`` if the model or its loss does not
             have the quantity. Defaults to a check that the samples are independent, if they must.
     """
     if unknown := sorted(set(parts := tuple(parts)) - PARTS.keys()):
-        raise ValueError(f"parts must be of {', '.join(PARTS)}; got {', '.join(unknown)}")
-    own = cost if callable(cost) else (lambda settings: cost)
+        raise ValueError(f"parts must be among {', '.join(PARTS)}; got {', '.join(unknown)}")
+    own_cost = cost if callable(cost) else (lambda settings: cost)
     separable = separable or bool({"samples", "variance"} & set(parts))
     if check is None and separable:
         check = _check_samples
@@ -114,7 +114,7 @@ def register_quantity(
             text=text,
             group=group,
             parts=parts,
-            own=own,
+            own_cost=own_cost,
             separable=separable,
             measure=measure,
             check=check,
@@ -136,10 +136,11 @@ def quantity_names() -> tuple[str, ...]:
 
 def total_cost(settings: Settings) -> float:
     """Return the cost of all quantities of a monitor, in which each shared part counts once."""
-    own, parts = sum(QUANTITIES[name].own(settings) for name in settings.names), settings.parts
+    own_costs = sum(QUANTITIES[name].own_cost(settings) for name in settings.names)
+    parts = settings.parts
     # A pass over the gradients of samples has their variance as well.
     parts = parts - {"variance"} if "samples" in parts else parts
-    return own + sum(PARTS[part](settings) for part in parts)
+    return own_costs + sum(PARTS[part](settings) for part in parts)
 
 
 def quantity_table(settings: Settings) -> str:
@@ -162,7 +163,7 @@ def _estimated(name: str, estimate: Estimate) -> Record:
     return {name: float(estimate.mean), f"{name}_stderr": float(estimate.stderr)}
 
 
-def _of_runs(name: str, estimate: Estimate, watched: Watched) -> Record:
+def _mean_over_runs(name: str, estimate: Estimate, watched: Watched) -> Record:
     # A single run has no standard error.
     record = _estimated(name, estimate)
     return record if len(watched.runs) > 1 else {name: record[name]}
@@ -229,16 +230,16 @@ def _(watched: Watched) -> Record:
 def _(watched: Watched) -> Record:
     # The weights of a run sum to one. Those below zero estimate the fraction of negative
     # eigenvalues.
-    mass = watched.of_runs(
+    mass = watched.mean_over_runs(
         lambda run: float(run.weights[negative_values(run)[0]].sum()), "mass below zero"
     )
-    return _of_runs("negative_mass", mass, watched)
+    return _mean_over_runs("negative_mass", mass, watched)
 
 
 @register_quantity("degeneracy", "fraction of eigenvalues near zero", parts=["spectra"])
 def _(watched: Watched) -> Record:
     found = rank_degeneracy(watched.runs, matrix=watched.settings.matrix)
-    record = _of_runs("degeneracy", found.mass, watched)
+    record = _mean_over_runs("degeneracy", found.mass, watched)
     return record | {"degeneracy_truncation": float(found.mass.truncation)}
 
 
@@ -367,25 +368,27 @@ def _(watched: Watched) -> Record:
     }
 
 
-@register_quantity("noise_scale", "tr Sigma / |g|^2, a batch size", **VARIANCE)
+@register_quantity("noise_scale", "simple noise scale in samples, tr Sigma / |g|^2", **VARIANCE)
 def _(watched: Watched) -> Record:
     return {"noise_scale": _ratio(watched.total_variance, watched.square)}
 
 
-@register_quantity("signal_to_noise", "|g|^2 / (tr Sigma / B) of a batch of training", **VARIANCE)
+@register_quantity("signal_to_noise", "|g|^2 / (tr Sigma / B) of a training batch", **VARIANCE)
 def _(watched: Watched) -> Record:
     # The gradient of B independent samples has the covariance Sigma / B.
     noise = watched.total_variance / watched.batch_size
     return {"signal_to_noise": _ratio(watched.square, noise)}
 
 
-@register_quantity("gsnr", "mean over parameters of g^2 / Var g", **SAMPLES)
+@register_quantity(
+    "gsnr", "gradient signal-to-noise ratio: mean over parameters of g^2 / Var g", **SAMPLES
+)
 def _(watched: Watched) -> Record:
     return {"gsnr": _mean_ratio(watched, 1.0)}
 
 
 @register_quantity(
-    "norm_test", "sqrt(tr Sigma / (B |g|^2)): the width of that test of a batch", **VARIANCE
+    "norm_test", "width of the norm test of a batch, sqrt(tr Sigma / (B |g|^2))", **VARIANCE
 )
 def _(watched: Watched) -> Record:
     noise = _unbiased(watched.total_variance, watched) / watched.batch_size
@@ -395,7 +398,7 @@ def _(watched: Watched) -> Record:
 
 @register_quantity(
     "inner_product_test",
-    "sqrt(Var(g_i'g) / (B |g|^4)): the width of that test of a batch",
+    "width of the inner product test of a batch, sqrt(Var(g_i'g) / (B |g|^4))",
     **SAMPLES,
 )
 def _(watched: Watched) -> Record:
@@ -407,7 +410,9 @@ def _(watched: Watched) -> Record:
 
 
 @register_quantity(
-    "orthogonality_test", "norm_test of the parts of g_i that are orthogonal to g", **SAMPLES
+    "orthogonality_test",
+    "width of the orthogonality test of a batch: norm_test of the part of g_i orthogonal to g",
+    **SAMPLES,
 )
 def _(watched: Watched) -> Record:
     samples = watched.samples
@@ -418,7 +423,7 @@ def _(watched: Watched) -> Record:
     return {"orthogonality_test": _root(_ratio(noise, watched.square))}
 
 
-@register_quantity("cabs", "learning rate times tr Sigma / loss, a batch size", **VARIANCE)
+@register_quantity("cabs", "batch size of CABS, learning rate times tr Sigma / loss", **VARIANCE)
 def _(watched: Watched) -> Record:
     rate = watched.learning_rate
     # Without a learning rate there is no batch size that goes with it.
@@ -428,7 +433,7 @@ def _(watched: Watched) -> Record:
 
 
 @register_quantity(
-    "early_stopping", "1 - N mean(g^2 / Var g): above 0 the gradient is all noise", **SAMPLES
+    "early_stopping", "1 - N mean(g^2 / Var g); above 0 the gradient is noise only", **SAMPLES
 )
 def _(watched: Watched) -> Record:
     return {"early_stopping": 1 - watched.count * _mean_ratio(watched, _unbiased(1.0, watched))}
@@ -436,7 +441,7 @@ def _(watched: Watched) -> Record:
 
 @register_quantity(
     "tic_trace",
-    "tr C / tr H with C the second moment of gradients of samples",
+    "Takeuchi criterion tr C / tr H, with C the second moment of sample gradients",
     group="gradients",
     parts=["gradient", "variance", "trace"],
 )
@@ -448,7 +453,7 @@ def _(watched: Watched) -> Record:
 
 @register_quantity(
     "tic_diagonal",
-    "sum of C_pp / H_pp, for a diagonal that is known exactly",
+    "Takeuchi criterion sum of C_pp / H_pp, for models with an exact diagonal",
     group="gradients",
     parts=["gradient", "samples"],
     cost=5,
@@ -591,7 +596,7 @@ def _(watched: Watched) -> Record:
 
 @register_quantity(
     "step",
-    "gradient, update, decay and effective rates of the last step in eigenvectors",
+    "gradient, update, decay and effective rates of the last step, by eigenvector",
     group="steps",
     parts=["step"],
     cost=lambda settings: TUNING.product * settings.num_steps,

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ritz._core.distributed import all_gather_rows, all_max, rank, shard, world_size
 from ritz._core.modes import unwrapped
+from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import Adapter
 
 # ------------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ class CarriedState:
         self._states: dict[int, Any] = {}  # by rows of the whole batch, equal in all processes
 
     def of(self, count: int) -> Any:
-        """Return the tensors of the state of this process's rows of a batch of ``count``."""
+        """Return the state for the rows of this process, of a batch of ``count`` rows."""
         if count not in self._states:
             self._states[count] = tree_map(
                 # A new copy: an expanded tensor, or one of the model, must not be overwritten.
@@ -75,7 +76,7 @@ class CarriedState:
 
 
 def carried_state(adapter: Adapter, *, wanted: bool) -> CarriedState | None:
-    """Return a new state if it is wanted and the model has one.
+    """Return a new state, or ``None`` if none is ``wanted`` or the model has none.
 
     A user-defined ``forward`` calls the model itself, so no state is carried.
     """
@@ -168,3 +169,15 @@ class ActivationPenalty:
         if h.shape[2] > 1:  # a single position has no change
             value = value + change * h.float().diff(dim=2).square().mean()
         self._value = value
+
+
+def make_penalty(model: nn.Module, config: TrainingConfig) -> ActivationPenalty | None:
+    """Return the penalty of the options on the last activations, or ``None`` without one."""
+    if not (config.activation_penalty or config.change_penalty):
+        return None
+    if config.has_noise:
+        raise ValueError(
+            "activation_penalty and change_penalty must be 0 with noise, because gradients of "
+            "single samples do not include penalties"
+        )
+    return ActivationPenalty(model, config.activation_penalty, config.change_penalty)

@@ -15,7 +15,7 @@ from ritz.training._files import Record
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStatus:
-    """How a training run ended, and what to do about it.
+    """How a training run ended, with advice.
 
     Attributes:
         outcome: ``completed`` (all epochs), ``stopped`` (early stopping by patience, a normal end),

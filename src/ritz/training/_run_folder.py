@@ -1,4 +1,4 @@
-"""Run folders: train into one, read its ``run.json``, measure the network that it holds."""
+"""Run folders: train into one, read its ``run.json``, and make the risk of its network."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

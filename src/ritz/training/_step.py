@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ritz._core.batches import num_rows, tensors
 from ritz._core.checks import check_count
-from ritz._core.distributed import all_sum
-from ritz._core.modes import evaluating
+from ritz._core.distributed import all_sum, world_size
+from ritz._core.modes import batch_norms, evaluating
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import (
@@ -26,6 +26,7 @@ from ritz.curvature._shared import (
     is_kept,
     term_mass,
 )
+from ritz.models import with_ghost_batch_norm
 from ritz.optim import CovarianceNoise, Lookahead
 from ritz.optim._shared import curvature_of
 from ritz.training._data import own_rows
@@ -218,14 +219,14 @@ def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
 def autocast(
     precision: str, device: torch.device, *, cached: bool = True
 ) -> AbstractContextManager[Any]:
-    """Compute in half precision where this is safe, for the block; others change nothing."""
+    """Context manager of autocast for half precisions; it does nothing for float32 and tf32."""
     if precision not in ("bfloat16", "float16"):
         return nullcontext()
     return torch.autocast(device.type, dtype=getattr(torch, precision), cache_enabled=cached)
 
 
 @contextmanager
-def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+def scaled_learning_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
     """Context manager that multiplies the learning rates of all groups for the block."""
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
@@ -236,6 +237,32 @@ def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+# ------------------------------------------------------------------------------------------
+# Batch norm in a step: ghost batches, and batches of one row.
+
+
+def use_ghosts(model: nn.Module, config: TrainingConfig) -> None:
+    """Let batch norms use the statistics of ghost batches, if the options have any."""
+    if config.ghost_batch is None:
+        return
+    if not batch_norms(model):
+        kind = type(model).__name__
+        raise ValueError(f"ghost_batch needs a model with batch norm, got {kind} without it")
+    with_ghost_batch_norm(model, config.ghost_batch)
+
+
+def explain_one_row(error: ValueError, rows: int, config: TrainingConfig) -> ValueError:
+    """Return advice on a batch of one row as an error; other errors are returned unchanged."""
+    if "Expected more than 1 value per channel" not in str(error):  # torch
+        return error
+    return ValueError(
+        f"batch norm needs at least two samples per process to train on, got a batch of {rows} in "
+        f"{world_size()} process{'es' * (world_size() > 1)}: use drop_last=True (--drop-last) or "
+        f"a batch size (--batch-size) other than {config.batch_size or 'that of the loader'}, and "
+        "start again with resume=False (--restart)"
+    )
 
 
 # ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``sweep``: trainings over a grid of options and over seeds; their table, with its spread."""
+"""``sweep``: train over a grid of options and seeds; a table of metrics with their spread."""
 
 import math
 import re
@@ -32,8 +32,7 @@ from ritz.training._workers import Compute, run_tasks
 # Options of a run that are no options of training: of the optimiser, the model and the data.
 GROUPS = ("optimizer", "model", "data")
 SHORT = ("lr", "weight_decay")  # settings of the optimiser that need no prefix
-# Metrics by which points are compared, the first that all runs have. Only the last three are of
-# data that a choice should not be made with.
+# Points are compared by the first of these metrics that all runs have.
 METRICS = tuple(
     f"{average}{part}_{name}"
     for part in ("validation", "test", "train")
@@ -56,10 +55,10 @@ class SweepResult:
         grid: Values of each option of the grid.
         seeds: Seeds of the runs of each point.
         metrics: The last value of each metric, in float64, ``(*lengths of the grid, num_seeds)``;
-            NaN for a run that diverged, was not finished or does not have it. Beside those of
-            :class:`TrainingResult` they are the last numbers of a monitor.
+            NaN for a run that diverged, was not finished or does not have it. They are the metrics
+            of :class:`TrainingResult` and the last numbers of a monitor.
         outcomes: How each run ended, in the order of the entries of ``metrics``: as in
-            :class:`TrainingStatus`, or empty if it was not begun.
+            :class:`TrainingStatus`, or empty if it has not started.
         metric: The metric by which points are compared; empty if no run has one.
         best: The options with the best mean of this metric over the seeds.
         tied: Options that do not differ significantly from the best: the 95 % interval of the mean
@@ -85,7 +84,7 @@ class SweepResult:
 
 
 def describe(grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> str:
-    """Return how many runs a sweep has, in words."""
+    """Return the number of runs of a sweep, such as ``6 runs: 3 of lr x 2 seeds``."""
     parts = [f"{len(values)} of {name}" for name, values in grid.items()]
     parts.append(f"{len(seeds)} seed{'s' * (len(seeds) > 1)}")
     total = len(seeds) * math.prod(map(len, grid.values()))
@@ -93,7 +92,7 @@ def describe(grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> str:
 
 
 def _table(result: SweepResult) -> list[str]:
-    """Return a line for each point, and what they say about the best."""
+    """Return a line for each point, and the legend."""
     columns = _columns(result)
     points = [
         dict(zip(result.grid, values, strict=True)) for values in product(*result.grid.values())
@@ -120,11 +119,11 @@ def _table(result: SweepResult) -> list[str]:
 
 
 def _columns(result: SweepResult) -> list[str]:
-    """Return the metrics to show: the one compared by, then losses, then curvature."""
+    """Return the metrics to show: first the one that points are compared by."""
     part = result.metric.rpartition("_")[0]
     wanted = [result.metric, f"{part}_loss", "train_loss", "lambda_max", *METRICS]
     shown = dict.fromkeys(name for name in wanted if name in result.metrics)
-    # Two options fit beside all columns; each further one takes the room of one.
+    # All columns fit with two options. Each further option takes the place of a column.
     return list(shown)[: max(1, COLUMNS - max(0, len(result.grid) - 2))]
 
 
@@ -319,14 +318,14 @@ def plan_sweep(
     folder: FilePath | None,
     names: Iterable[str] = (),
 ) -> Plan:
-    """Return the runs of a sweep; raise for a grid that is wrong.
+    """Return the runs of a sweep; raise if the grid is wrong.
 
     Args:
         base: Options of all runs.
         grid: As for :func:`sweep`.
         seeds: As for :func:`sweep`.
         folder: As for :func:`sweep`.
-        names: Options beside those of training.
+        names: Options that are not in :class:`TrainingConfig`.
     """
     if world_size() > 1:
         raise ValueError("a sweep must be started in one process, got several: leave out torchrun")
@@ -345,7 +344,7 @@ def plan_sweep(
 def _apply(
     base: TrainingConfig, chosen: Mapping[str, Any]
 ) -> tuple[TrainingConfig, dict[str, dict[str, Any]]]:
-    """Return options of training with those of a point in place, and its other options."""
+    """Return the options of training of a point, and its options of model and data."""
     training: dict[str, Any] = {}
     settings = dict(base.optimizer_settings)
     others: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "names": {}}
@@ -398,11 +397,11 @@ def sweep(
     progress: bool | Progress = False,
     **options: Any,
 ) -> SweepResult:
-    """Train with all combinations of some options and several seeds; return what each reached.
+    """Return the metrics of trainings with all combinations of some options and several seeds.
 
-    With a ``folder``, each run has a folder of its own in it, from which it resumes: the same call
-    continues a sweep that was killed, reproducible bit for bit on the CPU, and trains only what is
-    missing if values or seeds are added. Runs that diverge are part of the result.
+    With a ``folder``, each run has a sub-folder, from which it resumes: the same call continues a
+    sweep that was killed, reproducible bit for bit on the CPU. If values or seeds are added, only
+    the missing runs are trained. Runs that diverge are part of the result.
 
     Args:
         model: A function that returns a new model. It may draw from the global generator, which is
@@ -411,15 +410,15 @@ def sweep(
         data: Data, as for :func:`fit`.
         grid: Values by the name of an option: of :class:`TrainingConfig`; ``lr`` and
             ``weight_decay``; other settings of the optimiser as ``optimizer.momentum`` and keywords
-            of the model as ``model.width``. An empty grid leaves the seeds.
+            of the model as ``model.width``. If the grid is empty, only the seeds vary.
         seeds: Number of seeds, counted from the option ``seed``, or a list of them.
         folder: Folder of the sweep, created if missing. Without it nothing is saved.
-        max_jobs: Largest number of runs at once. With more than one, each is in a process of its
-            own, and only as many begin as fit in memory; model, data and options must be such that
-            they can be pickled. The runs share the cores, and on the CPU the number of threads
-            changes roundoff: use the same number when you resume.
-        metric: Metric by which points are compared. Defaults to accuracy, perplexity or loss on
-            validation data; without these on test data, or else on training data.
+        max_jobs: Largest number of runs at once. With more than one, each runs in its own process,
+            and only as many start as fit in memory. Model, data and options must then be
+            picklable. The runs share the cores, and on the CPU the number of threads changes
+            roundoff: use the same number when you resume.
+        metric: Metric by which points are compared. Defaults to accuracy, perplexity or loss, on
+            validation data if there are any, otherwise on test or training data.
         config: Options of all runs.
         progress: Show a progress bar, or a :class:`Progress` to report to.
         **options: Other keywords of :func:`fit`, the same for all runs.

@@ -1,4 +1,4 @@
-"""A model at one time of its training, with all that several quantities of a monitor share."""
+"""A model at one time of its training, and the measurements that quantities share."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from ritz.optim._shared import Edge, attached_to, edge
 from ritz.spectra import DiscreteDensity, Eigenpairs, Spectrum, eigenpairs, lanczos, lanczos_block
 from ritz.spectra import diagonal as diagonal_of
 from ritz.spectra import trace as trace_of
-from ritz.training._gradient_pass import (
+from ritz.training._sample_gradients import (
     SampleGradients,
     local_step,
     sample_gradients,
@@ -184,7 +184,7 @@ class Watched:
     # Gradients
 
     @cached_property
-    def _whole(self) -> tuple[float, Tensor, int]:
+    def _loss_and_gradient(self) -> tuple[float, Tensor, int]:
         """Loss, gradient and number of samples."""
         # F(w) = sum_b c_b L_b(w) + mu/2 |w|^2, with the gradient sum_b c_b grad L_b + mu w.
         risk, total, count = self.risk, torch.zeros_like(self.risk.theta), 0
@@ -201,12 +201,12 @@ class Watched:
     @property
     def loss(self) -> float:
         """The loss on the watched samples."""
-        return self._whole[0]
+        return self._loss_and_gradient[0]
 
     @property
     def gradient(self) -> Tensor:
         """The gradient on the watched samples, ``(P,)``."""
-        return self._whole[1]
+        return self._loss_and_gradient[1]
 
     @cached_property
     def samples(self) -> SampleGradients:
@@ -228,7 +228,7 @@ class Watched:
     @cached_property
     def total_variance(self) -> float:
         r""":math:`\operatorname{tr} \Sigma`, the variance of the gradients of single samples."""
-        # If the gradients of all samples are there anyway, their norms come with them.
+        # If another quantity needs the gradients of all samples, their norms cost nothing more.
         known = None if "samples" in self.settings.parts else self._mean_square()
         if known is None:
             return self.samples.total_variance
@@ -238,7 +238,7 @@ class Watched:
         return variance if variance > TUNING.cancelled * known else self.samples.total_variance
 
     def _mean_square(self) -> float | None:
-        """Return E |g_i|^2 without the L2 term; ``None`` if only the gradients themselves give it.
+        """Return E |g_i|^2 without the L2 term, or ``None`` if it has no closed form.
 
         Norms of gradients follow from the inputs of the layers and the derivatives in their outputs
         (Goodfellow, 2015).
@@ -253,7 +253,7 @@ class Watched:
     @property
     def count(self) -> int:
         """The number of watched samples; of a text, of its segments."""
-        return self._whole[2]
+        return self._loss_and_gradient[2]
 
     @property
     def batch_size(self) -> int:
@@ -269,8 +269,8 @@ class Watched:
 
     # Eigenvalues
 
-    def _warm(self, name: str, op: LinearOperator, **end: Any) -> Eigenpairs:
-        """Return an extreme pair, from the vector of the previous measurement if there is one."""
+    def _extreme_pair(self, name: str, op: LinearOperator, **end: Any) -> Eigenpairs:
+        """Return an extreme pair; the search starts at the vector of the previous measurement."""
         settings, memory = self.settings, self.memory.vectors
         limits: dict[str, Any] = {"max_steps": TUNING.cold * settings.num_steps}
         start, generator = memory.get(name), self.generator()
@@ -287,12 +287,12 @@ class Watched:
     @cached_property
     def largest(self) -> Eigenpairs:
         """The pair of the largest eigenvalue."""
-        return self._warm("largest", self.op, largest=1)
+        return self._extreme_pair("largest", self.op, largest=1)
 
     @cached_property
     def smallest(self) -> Eigenpairs:
         """The pair of the smallest eigenvalue."""
-        return self._warm("smallest", self.op, smallest=1)
+        return self._extreme_pair("smallest", self.op, smallest=1)
 
     @cached_property
     def edge(self) -> Edge | None:
@@ -307,7 +307,7 @@ class Watched:
         if self.edge is None:
             return None
         # S (H + Gamma) S, for which one threshold holds although learning rates differ.
-        return self._warm("preconditioned", self.edge.operator(self.op), largest=1)
+        return self._extreme_pair("preconditioned", self.edge.operator(self.op), largest=1)
 
     @cached_property
     def leading(self) -> Eigenpairs:
@@ -357,7 +357,7 @@ class Watched:
             batch_norm=first.batch_norm,
         )
 
-    def of_runs(self, function: Callable[[Spectrum], float], method: str) -> Estimate:
+    def mean_over_runs(self, function: Callable[[Spectrum], float], method: str) -> Estimate:
         """Return the mean of a function over the spectra, with its standard error."""
         samples = torch.tensor([function(run) for run in self.runs], dtype=torch.float64)
         return Estimate.of(samples, method=method, num_products=0)
@@ -414,7 +414,7 @@ class Watched:
         return local_step((means[0], means[1]), (means[2], means[3]), variances)
 
     def _plain_local_step(self, direction: Tensor) -> float:
-        """Return the same with equal weights, where the losses of single samples are not known."""
+        """Return ``local_step`` with equal weights, if losses of single samples are not known."""
         start = self.risk.at(self.risk.theta - direction)
         before = Watched(self.settings, self.memory, start, self.op, None)
         ends = (before, self)

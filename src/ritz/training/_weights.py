@@ -33,7 +33,7 @@ def save_tensors(tensors: dict[str, Tensor], path: FilePath, **header: Any) -> N
     storage.write_tensors(path, tensors, {"kind": "weights"} | header)
 
 
-def kept_name(epoch: int) -> str:
+def epoch_file_name(epoch: int) -> str:
     """Return the name of the file of the weights after an epoch; 0 is before the first one."""
     return f"epoch-{epoch:04d}.safetensors"
 

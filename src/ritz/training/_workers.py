@@ -24,7 +24,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Constants of the scheduler."""
+    """Constants that decide when a further task starts."""
 
     # 99 % of the largest footprint, with imports, data and first steps: VGG-16 on 32 x 32 images
     # after 5 to 7 s of the CPU, and an MLP on MNIST after 3 s; 18 s in all on a machine with
@@ -34,7 +34,7 @@ class Tuning:
     margin: float = 1.25  # of free memory over the largest footprint, for another task
     # torch.cuda does not count its context. Between 0.4 and 0.6 GB by the documentation of CUDA.
     context: float = 0.6e9  # bytes on the device that a process takes besides its tensors
-    interval: float = 0.2  # seconds between looks at signals and memory: not noticed by a person
+    interval: float = 0.2  # seconds between checks of signals and memory: short for a user
 
 
 TUNING = Tuning()
@@ -57,11 +57,11 @@ def run_tasks(
 ) -> dict[str, R]:
     """Return the results of tasks by name, in the order of ``tasks``.
 
-    With one job, everything happens in this process. With more, processes are started, which get
-    ``compute`` and the tasks by pickle. After the first, another task begins only while the free
-    memory, of the host and of each CUDA device, is above 1.25 times the largest footprint so far.
-    Footprints and the memory of the host are known on Linux only. The processes share the cores.
-    They end if this process does, however it ends.
+    With one job, tasks run in this process. With more, they run in other processes, which receive
+    ``compute`` and the tasks by pickle and share the cores. After the first, another task starts
+    only while the free memory, of the host and of each CUDA device, is above 1.25 times the largest
+    footprint so far. Footprints and the memory of the host are known on Linux only. The processes
+    end when this process ends, even if it is killed.
 
     On ctrl-C or SIGTERM, running tasks receive SIGTERM and may still return a result. Then the
     results so far are returned.
@@ -70,7 +70,7 @@ def run_tasks(
         compute: A function that can be pickled, if there are several jobs.
         tasks: Arguments of ``compute``.
         max_jobs: Largest number of tasks at once.
-        is_over: Takes a result. If it returns true, no further task is begun.
+        is_over: Takes a result. If it returns true, no further task starts.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     several = max_jobs > 1 and len(tasks) > 1
@@ -85,8 +85,8 @@ def run_tasks(
 
 
 @final
-class _Within:
-    """Reports the steps of one task as notes of the bar over all tasks."""
+class _TaskProgress:
+    """Shows the steps of one task as a note in the bar over all tasks."""
 
     def __init__(self, bar: Progress, done: int, name: str) -> None:
         self._bar, self._done, self._name = bar, done, name
@@ -105,16 +105,16 @@ def _one_by_one(
 ) -> Iterator[tuple[str, R]]:
     for done, (name, task) in enumerate(tasks.items()):
         try:
-            result = compute(task, progress=_Within(bar, done, name))
+            result = compute(task, progress=_TaskProgress(bar, done, name))
         except Exception as error:
-            raise _named(name, error) from error
+            raise _name_task(name, error) from error
         yield name, result
         if is_over(result):
             return
 
 
-def _named(name: str, error: BaseException) -> Exception:
-    """Return an error of the same kind whose message begins with the name of the task."""
+def _name_task(name: str, error: BaseException) -> Exception:
+    """Return an error of the same class, with the name of the task before its message."""
     words = name.replace("=", " ").replace(",", ", ")
     # A KeyError is bad input as well: a name that is not registered.
     kinds = {ValueError: ValueError, TypeError: TypeError, OSError: OSError, KeyError: ValueError}
@@ -125,7 +125,7 @@ def _named(name: str, error: BaseException) -> Exception:
 
 
 # ------------------------------------------------------------------------------------------
-# This process: gives out tasks and collects results.
+# This process: starts tasks and collects results.
 
 
 @final
@@ -202,7 +202,7 @@ class _Pool:
         with noted_signals() as signals:
             try:
                 while waiting or self._busy():
-                    self._give(waiting)
+                    self._start_tasks(waiting)
                     for name, kind, content in self._messages():
                         if kind == "result":
                             done += 1
@@ -210,12 +210,12 @@ class _Pool:
                             if is_over(content):
                                 signals.append("")
                         elif not signals:
-                            raise _named(name, content) from content
+                            raise _name_task(name, content) from content
                     if signals:
                         waiting.clear()
                         for worker in self._busy():
                             worker.stop()
-                    # Shows the time, although perhaps nothing has ended.
+                    # The bar shows the elapsed time, even if no task has ended.
                     self._bar.update(done, f"{len(self._busy())} running")
             finally:
                 for worker in self._workers:
@@ -224,8 +224,8 @@ class _Pool:
     def _busy(self) -> list[_Worker]:
         return [worker for worker in self._workers if worker.name]
 
-    def _give(self, waiting: dict[str, Any]) -> None:
-        """Give out tasks while there are any, and room for them."""
+    def _start_tasks(self, waiting: dict[str, Any]) -> None:
+        """Start waiting tasks while there is enough memory."""
         while waiting and len(busy := self._busy()) < self._max_jobs and self._memory.allows(busy):
             idle = next((worker for worker in self._workers if not worker.name), None)
             if idle is None:
@@ -235,7 +235,7 @@ class _Pool:
             idle.give(name, waiting.pop(name))
 
     def _messages(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield name of the task, kind and content of the messages that have come."""
+        """Yield task, kind and content of each message that has arrived."""
         workers: dict[Any, _Worker] = {worker.pipe: worker for worker in self._busy()}
         for pipe in connection.wait(list(workers), TUNING.interval):
             worker = workers[pipe]
@@ -255,7 +255,7 @@ class _Pool:
 
 
 def _context() -> Any:
-    """Return how processes are started."""
+    """Return the multiprocessing context: a fork server if there is one, otherwise spawn."""
     # A fork of this process could use neither CUDA nor the threads of torch. A server that has only
     # imported this package can be forked, and saves seconds of imports for each process.
     if "forkserver" not in multiprocessing.get_all_start_methods():
@@ -267,11 +267,11 @@ def _context() -> Any:
 
 def _serve(pipe: Any, compute: Compute[Any], threads: int, place: str) -> None:
     """Compute the tasks that come through a pipe, until its other end is closed."""
-    os.chdir(place)  # it starts in the folder in which the first process was started
+    os.chdir(place)  # a fork server starts processes in its own folder
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # ctrl-C in a terminal reaches the first process only, which passes it on
     lock = threading.Lock()
-    threading.Thread(target=_look_after, args=(pipe, lock), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(pipe, lock), daemon=True).start()
     torch.set_num_threads(threads)
     with suppress(EOFError, ConnectionError):
         while True:
@@ -285,7 +285,7 @@ def _serve(pipe: Any, compute: Compute[Any], threads: int, place: str) -> None:
                 pipe.send(message)
 
 
-def _look_after(pipe: Any, lock: threading.Lock) -> None:
+def _watch_parent(pipe: Any, lock: threading.Lock) -> None:
     """Report the footprint of this process, and end it when its parent ends."""
     parent: Any = multiprocessing.parent_process()
     reported = 0.0, 0.0
@@ -294,7 +294,7 @@ def _look_after(pipe: Any, lock: threading.Lock) -> None:
             with lock, suppress(OSError):
                 pipe.send(("footprint", size))
             reported = size
-    # Not sys.exit, which would end this thread only. A checkpoint is whole at any moment.
+    # sys.exit would end this thread only. Checkpoints are written atomically, so none is lost.
     os._exit(1)
 
 
@@ -330,7 +330,7 @@ def _free() -> Sizes:
 
 
 def _proc(path: str, name: str) -> float | None:
-    """Return an entry of a file of Linux in bytes; ``None`` if there is none."""
+    """Return an entry of a file in ``/proc`` in bytes, or ``None`` if there is none."""
     with suppress(OSError), open(path) as file:
         for line in file:
             if line.startswith(f"{name}:"):
@@ -340,7 +340,7 @@ def _proc(path: str, name: str) -> float | None:
 
 @final
 class _Memory:
-    """Says whether there is room for another task.
+    """Whether another task fits in memory.
 
     Attributes:
         known: Whether a task has ended, so that the footprint is known.
@@ -355,12 +355,12 @@ class _Memory:
         self._largest = max(self._largest[0], footprint[0]), max(self._largest[1], footprint[1])
 
     def allows(self, busy: list[_Worker]) -> bool:
-        """Return whether there is room for a task beside those of ``busy``."""
+        """Return whether another task fits in memory, together with those of ``busy``."""
         if not busy:
             return True
         young = sum(time.monotonic() - worker.since < TUNING.settling for worker in busy)
         if not self.known and young == len(busy):
             return False
-        # Young tasks have not yet taken what they will take.
+        # Young tasks have not yet allocated all their memory.
         needed = [TUNING.margin * (1 + young) * size for size in self._largest]
         return all(free >= size for free, size in zip(_free(), needed, strict=True))

@@ -1,4 +1,4 @@
-"""Writers of training logs and monitors, by the method that TensorBoard has."""
+"""Writers of training logs and monitors, with the ``add_scalar`` of TensorBoard."""
 
 import math
 import re
@@ -14,7 +14,7 @@ class Writer(Protocol):
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a record, without lists and words."""
+    """Return the finite numbers of a record, without its lists and texts."""
     numbers = {name: value for name, value in record.items() if type(value) is float}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
@@ -28,7 +28,7 @@ def write_scalars(writer: Writer, record: Mapping[str, Any], count: int) -> None
 
 
 def _tag(name: str) -> str:
-    """Return the tag of a metric: the tools group by what is before the slash."""
+    """Return the tag of a metric. Tools group metrics by the part before the slash."""
     if name == "rate":
         return "learning_rate"
     # average_test_top5_accuracy is top5_accuracy of average_test.
@@ -50,7 +50,7 @@ class WandbWriter:
         self._run = run
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Log one number; those of the same step become one row."""
+        """Log one number. Numbers of the same step become one row."""
         self._run.log({tag: scalar_value}, step=global_step)
 
 
@@ -68,7 +68,7 @@ class MlflowWriter:
         self._id = run.info.run_id
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Log one number, also if the run is no longer the active one."""
+        """Log one number, even if another run is active."""
         # An optional library: importing ritz must not need it.
         from mlflow import log_metric
 

@@ -27,7 +27,7 @@ ADAPTED = 5
 
 
 class DivergedError(ValueError):
-    """The loss of good data is not finite, so that there is no curvature to measure."""
+    """The loss of finite data is not finite, so there is no curvature to measure."""
 
 
 @final
@@ -63,7 +63,7 @@ class StepCurvature:
         self._optimizer = optimizer
         chain = nested(optimizer)
         self._curved = [each for each in chain if isinstance(each, CurvatureOptimizer)]
-        # An option that nothing reads is a mistake, not a default.
+        # An option without effect is a mistake of the user.
         if config.curvature_batch_size is not None and not self._curved:
             kind = type(optimizer).__name__
             raise ValueError(
@@ -152,7 +152,7 @@ class StepCurvature:
         return good and not all(bool(torch.isfinite(loss)) for loss in losses)
 
     def _is_measured(self, step: int) -> bool:
-        # The learning rate alone decides these two.
+        # These two follow from the learning rate, without a measurement.
         if self._config.damping in ("constant", "ratio"):
             return False
         if self._interval is None:

@@ -36,7 +36,7 @@ class Histogram:
         counts: Counts ``(b,)`` of bins of equal width; or ``(b, b)``, with bins of the weights that
             the entries belong to as columns.
         reach: :math:`r`, the smallest power of two above all sizes.
-        weight_reach: The same of the weights; 0 for a histogram of gradients alone.
+        weight_reach: The same for weights; 0 for a histogram of gradients alone.
     """
 
     counts: Tensor
@@ -46,7 +46,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleGradients:
-    r"""What one pass over the gradients :math:`g_i` of ``N`` samples with mean ``g`` leaves.
+    r"""Sums over the gradients :math:`g_i` of ``N`` samples, which have the mean ``g``.
 
     Attributes:
         gradient: :math:`g`, ``(P,)``, float64.
