@@ -295,6 +295,17 @@ def test_the_module_map_is_complete():
     assert not listed - there
 
 
+def test_every_file_that_the_documentation_names_exists():
+    for page in (ROOT / "docs").glob("*.md"):
+        paths = set(re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text()))
+        missing = {
+            path
+            for path in paths
+            if not any((top / path).is_file() for top in (ROOT, SOURCE, SOURCE.parent))
+        }
+        assert not missing, page.name
+
+
 def test_the_number_of_public_names_is_limited():
     top = set(ritz.__all__)
     everywhere = {

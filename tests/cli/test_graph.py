@@ -172,7 +172,7 @@ def test_wrong_options_are_one_line_and_exit_code_2(blocks, tmp_path, capsys):
             "--labels",
             "no/such/labels",
         ],
-        "graphs must contain at least two": ["compare", blocks],
+        "FILE must be given at least twice": ["compare", blocks],
         "Invalid value for '--measure'": ["compare", blocks, blocks + "", "--measure", "cosine"],
         "Invalid value for '--directed'": ["model", blocks, "--directed", "maybe"],
     }

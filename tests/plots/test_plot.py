@@ -151,7 +151,7 @@ RESULTS = {
         lambda: measures.advise(network(), batch_sizes=(4, 12), optimizer="adam", known=(4, 0.1)),
         (3, "batch size $B$ (samples)", None)),
     "sweep": (lambda: small_sweep({"lr": [0.01, 0.1], "optimizer": ["sgd", "adam"]}),
-              (2, "lr", "2 runs (dots) and their mean")),
+              (2, "learning rate", "2 runs (dots) and their mean")),
     "sweep of words": (lambda: small_sweep({"optimizer": ["sgd", "adam"]}), (2, "optimizer", None)),
     "sweep of seeds": (lambda: small_sweep({}), (2, "2 runs", None)),
     "norms of layers": (lambda: optim.weight_norms(nn.Linear(3, 2)), (1, "norm", "")),

@@ -346,7 +346,7 @@ def wideresnet(
 
 
 def draw_resnext(model: nn.Module, generator: torch.Generator) -> None:
-    r"""As :func:`draw_weights`, but the linear layer :math:`\mathcal{N}(0, 2 / n_\text{in})`, biases zero."""
+    r"""As :func:`draw_weights`, but linear weights :math:`\mathcal{N}(0, 2 / n_\text{in})`."""
     draw_weights(model, generator)
     for module in model.modules():
         if isinstance(module, nn.Linear):

@@ -93,4 +93,4 @@ def _name_places(ax: "Axes", result: Any, along: int | None, places: Any) -> Non
     if not _numeric(values) or len(values) <= MOST_TICKS:
         ax.set_xticks(places, [f"{x:g}" if _numeric(values) else str(x) for x in values])
         ax.tick_params(axis="x", which="minor", bottom=False)
-    ax.set_xlabel(option.replace("_", " "))
+    ax.set_xlabel("learning rate" if option == "lr" else option.replace("_", " "))
