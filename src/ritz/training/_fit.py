@@ -94,13 +94,9 @@ def fit(
             Defaults to ``data.test``.
         optimizer: A name (:func:`optimizer_names`, or a published setting of
             ``ritz.optim.preset_names()``), a torch optimiser, or a function of the parameters.
-        schedule: ``constant``; ``linear``: the full learning rate for half of the training, then a
-            linear decrease to 1 % (``final_ratio``) until 90 % of the training (with an average: to
-            50 % until it starts), then constant; ``linear_held``: that without an average, up to
-            the start of the average, then constant; ``step``: divides the learning rate by 10 at
-            50 % and again at 75 % of the training (``milestones``); a function of the number of
-            epochs or steps done (see ``schedule_unit``) that returns the factor on the rate; or a
-            torch scheduler.
+        schedule: ``constant``, ``linear``, ``linear_held`` or ``step``, which ``ritz train --help``
+            describes; a function of the number of epochs or steps done (see ``schedule_unit``) that
+            returns the factor on the learning rate; or a torch scheduler.
         average: An average that you created for the same ``optimizer``. An ``AutoAverage`` is
             given the validation accuracy with ``mode="max"``, otherwise the validation loss.
         monitors: Called as ``monitor(count, model, optimizer)`` with the number of steps done after

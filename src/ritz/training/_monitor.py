@@ -28,19 +28,9 @@ from ritz.training._writers import Writer, write_scalars
 class CurvatureMonitor:
     r"""Measures curvature on a fixed sub-sample, every few steps or epochs of a training loop.
 
-    ``ritz list quantities`` and ``docs/monitors.md`` have all quantities with their costs;
-    :func:`register_quantity` adds one. Some of them:
-
-    * ``lambda_max``: the largest eigenvalue :math:`\lambda_1` with its residual. For SGD also the
-      threshold at which its steps become unstable, with its momentum and weight decay, and
-      ``sharpness_ratio``, the eigenvalue over the threshold. The first search costs 20 to 60
-      products. Later ones start at the eigenvector of the previous and cost ``max_products``.
-    * ``edge``: the same ratio for Adam and its relatives too, whose threshold is one of the
-      preconditioned matrix. Nothing for optimisers that have no edge in closed form.
-    * ``gradient_norm``, ``gradient_variance``, ``noise_scale`` and the other quantities of single
-      samples share one pass over the gradients of the sub-sample.
-    * ``update_size``, ``alpha`` and ``step`` are about the last step, and ``distance`` is from the
-      initial weights. ``fit`` calls :meth:`attach`; in your own loop call it once.
+    ``ritz list quantities`` and ``docs/monitors.md`` describe all quantities with their costs, and
+    :func:`register_quantity` adds one. Quantities of the last step, and the distance from the
+    initial weights, need :meth:`attach`. ``fit`` calls it; in your own loop call it once.
 
     The model, its gradients, buffers and mode, and the global generators are not changed: the
     weights equal those of a run without monitor bit for bit. All measurements use the same seed,
