@@ -62,8 +62,8 @@ class Tuning:
     # V(phi_1) over P sigma^2, which is 1 for homogeneous noise.
     homogeneous: float = 3.0
     # Magnitude of the smallest eigenvalue over the largest, beyond which no learning rate is
-    # advised. A LeNet on MNIST trained to 0.05 to 1.1 of the edge while this fell from 0.95 to 0.40
-    # in its first 24 steps, and to 0.98 of it or more from 0.06 on; an MLP to 1.3 to 3.9 at 0.36.
+    # advised. A LeNet on MNIST trained to 0.05 to 1.4 times the edge in its first 32 steps, where
+    # this was 1.1 to 0.1, and to 0.93 times or more later; an MLP to 1.3 times or more at 0.36.
     negative: float = 0.1
 
 
