@@ -230,8 +230,8 @@ def advise(
     ``momentum``  :math:`2 (1 + \rho) / (\lambda_1 + \kappa (\lambda'_1(B) - \lambda_1))` with
                   :math:`\kappa = (1 + \rho) / (1 - \rho)`, as momentum sums the noise of batches
     ``nesterov``  the same with Nesterov momentum: see :func:`stable_rate`
-    ``adam``      with ``state``: that of ``momentum`` over :math:`1 - \beta_1`, of the preconditioned
-                  matrix :math:`D^{-1/2} H D^{-1/2}`; without: :math:`\sqrt B` rule
+    ``adam``      with ``state``: that of ``momentum`` over :math:`1 - \beta_1`, of the matrix
+                  :math:`D^{-1/2} H D^{-1/2}` of the divisors; without: :math:`\sqrt B` rule
     ``kfac``      that of ``momentum``, of the matrix divided by :math:`\lambda_1`
     ============  ==================================================================================
 

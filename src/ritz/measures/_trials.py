@@ -35,7 +35,7 @@ class Tuning:
     max_doublings: int = 40
     # Differences of losses below so many units of roundoff have no sign.
     roundoff: float = 4.0
-    # Maximum of doublings of the learning rate: small networks trained to 0.05 to 43 times the edge.
+    # Maximum of doublings of the learning rate: trials stood at 0.05 to 43 times the edge.
     max_rises: int = 12
 
 
