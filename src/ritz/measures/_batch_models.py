@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from ritz._core.results import Estimate, Status, stderr
@@ -190,10 +191,19 @@ def of_samples(values: Tensor, overlaps: Tensor, changes: Tensor) -> tuple[Numbe
     # The slope takes one degree of freedom more than the mean.
     wider = math.sqrt((len(values) - 1) / (len(values) - 2)) if slope else 1.0
     return (
-        (float(adjusted.mean()), wider * float(stderr(adjusted)), 0.0),
+        (float(adjusted.mean()), wider * _skewed_error(adjusted), 0.0),
         (float(values.std()), _spread_error(values), 0.0),
-        (float(overlaps.mean()), float(stderr(overlaps)), 0.0),
+        (float(overlaps.mean()), _skewed_error(overlaps), 0.0),
     )
+
+
+def _skewed_error(samples: Tensor) -> float:
+    """Return the standard error of a mean, larger if the samples are skewed.
+
+    A curve does not store its samples, from which an interval takes the skewness.
+    """
+    estimate = Estimate.of(samples, method="mean", num_products=0)
+    return float(estimate.error(0.95)) / float(stdtrit(estimate.degrees, 0.975))
 
 
 def _spread_error(values: Tensor) -> float:

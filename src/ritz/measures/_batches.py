@@ -45,9 +45,10 @@ class Tuning:
     # Residual of the eigenvectors, relative to the norm. Overlaps are then good to 0.01 unless
     # eigenvalues lie closer than 10 % of the norm.
     rtol: float = 1e-3
-    # Batches that are drawn for each size below that of a group, and the residual of their
-    # eigenvectors. The error of the eigenvalue is of the order of its square.
-    num_measured: int = 32
+    # Fewest and most batches that are drawn for each small size, and the residual of their
+    # eigenvectors. The error of the eigenvalue is of the order of its square. For LeNet the largest
+    # eigenvalues of 8 samples are so skewed that two sets of 20 batches differed by 30 %.
+    num_measured: tuple[int, int] = (32, 128)
     rtol_measured: float = 1e-2
     # Batch size from which on products are traced. For a LeNet at 2,048 tracing is twice as fast,
     # at 512 it takes longer than the products.
@@ -61,7 +62,7 @@ class Tuning:
     smallest: int = 8
     share: int = 64
     # Batches of up to this share of all samples are drawn as well: 32 of them need 16 products
-    # each, together 4 with the whole matrix. For LeNet and batches of 8 the subspace was 30 % high.
+    # each, together 4 with the whole matrix.
     cheap: int = 128
     # Shift over lambda_1 up to which `directional`, which is of second order, is trusted. On four
     # networks of N = 600 that had fitted their data it was 0 to 10 % high for shifts of 0.1 to
@@ -250,8 +251,8 @@ def batch_prediction(
                        large, because batches mix the outliers
     ``additive``       the papers' model: noise of variance :math:`P \sigma^2` in all directions
     ``multiplicative`` the papers' model of covariance matrices, whose bulk is :math:`s`
-    ``best``           ``subspace``, and for small batches 32 that are really drawn: below 8 samples
-                       or the size of a group, and up to ``N/128``, where that costs 4 products
+    ``best``           ``subspace``, and for small sizes 32 to 128 batches that are really drawn:
+                       below 8 samples or a group, and up to ``N/128``, for 4 products each
     =================  ========================================================================
 
     Trust ``best``. ``trusted`` says where the others can be trusted: ``directional`` where it moves
@@ -312,7 +313,10 @@ def batch_prediction(
     best, extra = models["subspace"], 0.0
     if few:
         first = basis[:, 0].contiguous()
-        drawn, extra = _measured(risk, few, matrix, TUNING.num_measured, first, generator, progress)
+        # As many as together cost 4 products with the whole matrix, within limits
+        least, most = TUNING.num_measured
+        counts = [min(most, max(least, least * count // (TUNING.cheap * size))) for size in few]
+        drawn, extra = _measured(risk, few, matrix, counts, first, generator, progress)
         best = _merge(best, drawn, sizes, few)
     return BatchPrediction(
         batch_sizes=sizes,
@@ -390,7 +394,8 @@ def measured_batches(
     if abs(float(leading.norm()) - 1) > 1e-3:
         raise ValueError(f"leading must have the norm 1, got {float(leading.norm()):.6g}")
     generator = resolve_generator(generator)
-    return _measured(risk, sizes, matrix, num_batches, leading, generator, progress)[0]
+    counts = [num_batches] * len(sizes)
+    return _measured(risk, sizes, matrix, counts, leading, generator, progress)[0]
 
 
 def _basis(
@@ -467,7 +472,7 @@ def _measured(
     risk: Risk,
     sizes: Sequence[int],
     matrix: CurvatureMatrix,
-    num_batches: int,
+    counts: Sequence[int],
     leading: Tensor,
     generator: torch.Generator,
     progress: bool | Progress,
@@ -482,11 +487,11 @@ def _measured(
         quotient = float(leading @ (op @ leading))
     scale = abs(quotient)
     cost = float(len(set(engines.values())))
-    with tracking(progress, "batches", len(sizes) * num_batches) as bar:
-        for index, size in enumerate(sizes):
+    with tracking(progress, "batches", sum(counts)) as bar:
+        for index, (size, number) in enumerate(zip(sizes, counts, strict=True)):
             rows = []
             # All batches of N samples are the same.
-            draws = num_batches if size < total else 1
+            draws = number if size < total else 1
             for done, batch in enumerate(small_batches(risk, size, draws, generator), start=1):
                 op = curvature_operator(batch, matrix, engine=engines[size])
                 # A matrix of roundoff is not symmetric. A shift by the scale of all data makes it
@@ -502,10 +507,10 @@ def _measured(
                 change = float(leading @ (op @ leading)) - quotient
                 rows.append([value, float(overlap) ** 2, change])
                 cost += (pairs.num_products + 1) * size / total
-                bar.update(index * num_batches + done)
+                bar.update(sum(counts[:index]) + done)
             columns.append(of_samples(*torch.tensor(rows, dtype=torch.float64).T))
-    how = f"Lanczos on {num_batches} batches of each size"
-    return curve(columns, how, "measured", round(cost), num_batches - 1, generator), cost
+    how = f"Lanczos on {', '.join(map(str, counts))} batches"
+    return curve(columns, how, "measured", round(cost), min(counts) - 1, generator), cost
 
 
 def _engine(size: int) -> EngineName:

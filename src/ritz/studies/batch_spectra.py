@@ -104,7 +104,7 @@ class Config:
     num_training: int | None = None
     epochs: tuple[int, ...] = (1, 10)
     batch_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048)
-    num_batches: tuple[int, ...] = (20, 20, 10, 10, 5)
+    num_batches: tuple[int, ...] = (200, 60, 20, 10, 5)
     matrices: tuple[str, ...] = MATRICES
     shown: int = 128
     num_steps: int = 80
