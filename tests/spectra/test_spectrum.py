@@ -7,7 +7,7 @@ import torch
 
 import ritz
 from ritz.spectra import lanczos, lanczos_block
-from ritz.spectra._lanczos.run import least_frobenius_norm, negative_values
+from ritz.spectra._lanczos.spectrum import least_frobenius_norm, negative_values
 from ritz.testing import with_spectrum
 
 DTYPES = [torch.float32, torch.float64]

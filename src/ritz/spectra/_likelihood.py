@@ -13,7 +13,7 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
 from ritz._core.sampling import ROUNDOFF, column_dots
 from ritz.operators import KernelOperator, LinearOperator, OperatorLike, as_operator
-from ritz.spectra._cg import cholesky_factor, factor_roundoff, solve
+from ritz.spectra._cg import solve
 from ritz.spectra._functions import logdet
 from ritz.spectra._logdet_gradient import (
     LowRankPreconditioner,
@@ -22,6 +22,7 @@ from ritz.spectra._logdet_gradient import (
     fits,
     logdet_gradient,
 )
+from ritz.spectra._positive_definite import cholesky_factor, factor_roundoff
 
 LikelihoodMethod = Literal["auto", "cholesky", "krylov", "lanczos"]
 

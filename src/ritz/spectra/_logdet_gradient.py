@@ -14,9 +14,9 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
 from ritz._core.sampling import draw_probes
 from ritz.operators import FunctionOperator, KernelOperator, LinearOperator
-from ritz.spectra._cg import cholesky_factor, not_positive
 from ritz.spectra._lanczos import TUNING as LANCZOS
 from ritz.spectra._lanczos import Recurrence, step
+from ritz.spectra._positive_definite import cholesky_factor, not_positive
 
 GradientMethod = Literal["auto", "cholesky", "lanczos"]
 

@@ -26,16 +26,16 @@ from ritz.operators import (
     as_operator,
     exact,
 )
-from ritz.spectra._cg import (
+from ritz.spectra._functions.quadrature import Budget, Known, Sampler
+from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_size
+from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged, unit_probes
+from ritz.spectra._logdet_gradient import attach_gradient
+from ritz.spectra._positive_definite import (
     NotPositiveDefiniteError,
     cholesky_factor,
     factor_roundoff,
     not_positive,
 )
-from ritz.spectra._functions.quadrature import Budget, Known, Sampler
-from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_size
-from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged, unit_probes
-from ritz.spectra._logdet_gradient import attach_gradient
 
 Solve = Callable[[Any], Any]
 LogdetMethod = Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"]

@@ -14,8 +14,8 @@ from ritz._core.progress import Progress
 from ritz._core.results import Estimate, power_of_two, stderr
 from ritz._core.sampling import ROUNDOFF, doubling, doubted, is_settled
 from ritz.operators import LinearOperator
-from ritz.spectra._cg import not_positive
-from ritz.spectra._lanczos import Recurrence, Reorthogonalization, advance, step, together
+from ritz.spectra._lanczos import Recurrence, Reorthogonalization, advance, start_runs, step
+from ritz.spectra._positive_definite import not_positive
 
 Function = Callable[[Tensor], Tensor]
 
@@ -83,7 +83,7 @@ def ritz_rules(
 
     If a Krylov space is invariant, its rule is exact and padded with nodes of weight zero.
     """
-    runs = together(block.T.unbind(), capacity=num_steps, mode=reorthogonalize)
+    runs = start_runs(block.T.unbind(), capacity=num_steps, mode=reorthogonalize)
     advance(op, runs, num_steps)
     # Golub and Welsch (1969): T e_k = theta_k e_k, weights tau_k = (e_k)_1^2.
     nodes, vectors = torch.linalg.eigh(Projections.of(runs, num_steps).matrices)
@@ -603,7 +603,7 @@ class Sampler:
             mode = "full"  # the last step then leaves nothing but roundoff
         elif starts.numel() * (num_steps + 1) * starts.element_size() > TUNING.basis:
             mode = "none"  # quadrature stays accurate but needs more steps (Greenbaum 1989)
-        return together(
+        return start_runs(
             starts.T.unbind(), capacity=num_steps + 1, mode=mode, magnitude=self.magnitude
         )
 

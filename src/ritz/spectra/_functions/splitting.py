@@ -21,7 +21,6 @@ from ritz._core.random import probes
 from ritz._core.results import Estimate
 from ritz._core.sampling import ROUNDOFF, check_samples, draw_probes
 from ritz.operators import LinearOperator
-from ritz.spectra._cg import cholesky_factor
 from ritz.spectra._functions.quadrature import (
     ALTERNATING,
     Budget,
@@ -31,6 +30,7 @@ from ritz.spectra._functions.quadrature import (
     brackets,
 )
 from ritz.spectra._functions.quadrature import TUNING as QUADRATURE
+from ritz.spectra._positive_definite import cholesky_factor
 
 
 @dataclass(frozen=True, slots=True)

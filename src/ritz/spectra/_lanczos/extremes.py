@@ -1,4 +1,4 @@
-"""Extreme eigenvalues: pairs to a tolerance in bounded memory, bounds, and the spectral norm."""
+"""Extreme eigenvalues: ``eigenpairs``, ``bounds`` and ``spectral_norm``, and when they stop."""
 
 import math
 import os
@@ -31,9 +31,9 @@ from ritz.spectra._lanczos.recurrence import (
     Reorthogonalization,
     extremes,
 )
-from ritz.spectra._lanczos.run import (
+from ritz.spectra._lanczos.saved_runs import SavedRuns
+from ritz.spectra._lanczos.spectrum import (
     LanczosResult,
-    SavedRuns,
     invariant_status,
     random_start,
     start_vector,
@@ -213,6 +213,136 @@ def eigenpairs(
         status=status,
         **saved.facts,
     )
+
+
+# ------------------------------------------------------------------------------------------
+# Bounds of the spectrum, and its norm.
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds(HasStatus):
+    """An interval that contains a spectrum; ``low, high = bounds`` unpacks it.
+
+    Attributes:
+        low: Lower end.
+        high: Upper end.
+        rigorous: Whether the interval certainly contains all eigenvalues. Bounds by Lanczos do so
+            with probability 0.999 over the start vector.
+        num_products: Number of products.
+        method: How the ends were computed.
+        status: Whether the ends reached the tolerance.
+        ritz: Smallest and largest Ritz value, which lie within the spectrum; ``None`` if no product
+            was computed.
+    """
+
+    low: float
+    high: float
+    rigorous: bool
+    num_products: int
+    method: str
+    status: Status
+    ritz: tuple[float, float] | None = None
+
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.low, self.high))
+
+    def __str__(self) -> str:
+        kind = "certainly" if self.rigorous else "almost certainly"
+        interval = f"[{self.low:.6g}, {self.high:.6g}] {kind} contains the spectrum"
+        return f"{interval} ({self.method}; {self.status})"
+
+
+def bounds(
+    op: OperatorLike,
+    *,
+    method: BoundsMethod = "auto",
+    rtol: float = 0.01,
+    max_steps: int = 200,
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> Bounds:
+    r"""Return an interval that contains the spectrum.
+
+    ``gershgorin`` needs an explicit matrix and no product. It is certain but wide. ``lanczos``
+    makes steps until the interval is wider than that of the Ritz values, which lie within the
+    spectrum, by at most ``rtol`` times the norm at each end. An eigenvalue outside of the interval
+    would have been missed with probability 0.001 at most. ``auto`` intersects the two.
+
+    Args:
+        op: Symmetric :math:`A`, ``(n, n)``.
+        method: See above.
+        rtol: Margin, relative to the norm.
+        max_steps: Maximum number of products; 20 to 60 are usual. At this number the
+            interval still contains the spectrum, but may be wide.
+        generator: Source of the start vector. Defaults to a new generator with seed 0.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
+
+    Reference: Van Dorsselaer, Hochstenbach and Van der Vorst (2000).
+    """
+    op = as_operator(op)
+    check_choice("method", method, get_args(BoundsMethod))
+    discs = gershgorin(op) if method != "lanczos" else None
+    if method == "gershgorin":
+        if discs is None:
+            raise ValueError(f"method='gershgorin' needs an explicit matrix, got {op!r}")
+        exact = Status(outcome="completed", message="no product")
+        return Bounds(
+            low=discs[0], high=discs[1], rigorous=True, num_products=0, method=method, status=exact
+        )
+    search, status = _ends(op, "bounds", discs, rtol, max_steps, generator, progress)
+    values = search.run.ritz_pairs()[0]
+    return Bounds(
+        low=search.bound(-1),
+        high=search.bound(1),
+        rigorous=False,
+        num_products=search.spent,
+        method="Lanczos" if discs is None else "Lanczos within Gershgorin",
+        status=status,
+        ritz=(float(values[0]), float(values[-1])),
+    )
+
+
+def spectral_norm(
+    op: OperatorLike,
+    *,
+    rtol: float = 1e-3,
+    max_steps: int = 1000,
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> Estimate:
+    r"""Return the spectral norm :math:`\max_i |\lambda_i|`.
+
+    The largest modulus of a Ritz value is a lower bound of the norm. ``truncation`` is the distance
+    to an upper bound, which holds with probability 0.999 over the start vector; see :func:`bounds`.
+    The error is usually far smaller. ``stderr`` is zero, since nothing is averaged.
+
+    Args:
+        op: Symmetric :math:`A`, ``(n, n)``.
+        rtol: Truncation to reach, relative to the norm.
+        max_steps: Maximum number of products.
+        generator: Source of the start vector. Defaults to a new generator with seed 0.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
+    """
+    op = as_operator(op)
+    discs = gershgorin(op)
+    search, status = _ends(op, "norm", discs, rtol, max_steps, generator, progress)
+    value = float(search.run.ritz_pairs()[0].abs().max())
+    # The spectrum holds the Ritz values, and nothing beyond the bounds.
+    low, high = search.bound(-1), search.bound(1)
+    error = max(high, -low) - value
+    return Estimate.exact(
+        value,
+        truncation=max(error, search.roundoff),
+        num_products=search.spent,
+        method="Lanczos",
+        status=status,
+        seed=search.seed,
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# The search for extreme pairs: what is wanted, and the run with its stopping rule.
 
 
 class _Goal:
@@ -478,6 +608,25 @@ class _Search:
         self.progress["next_check"] = self.run.size + TUNING.patience
 
 
+def _ends(
+    op: LinearOperator,
+    kind: Literal["bounds", "norm"],
+    discs: tuple[float, float] | None,
+    rtol: float,
+    max_steps: int,
+    generator: torch.Generator | None,
+    progress: bool | Progress,
+) -> tuple[_Search, Status]:
+    smallest = min(1, op.shape[0] - 1)  # a number has one eigenvalue only
+    goal = _Goal(op, 1, smallest, rtol, max_steps, ends=kind, discs=discs)
+    generator = resolve_generator(generator)
+    starts = [random_start(op, generator)]
+    settings = goal.settings | {"placement": "device"}
+    saved = SavedRuns(op, starts, goal.capacity, settings, None, 0.0, None)
+    search = _Search(goal, saved, generator.initial_seed())
+    return search, search.advance(progress)
+
+
 def _count_below(op: DenseOperator | SparseOperator, shift: float) -> int:
     """Return the number of eigenvalues below a shift, which is the number of negative pivots."""
     # Sylvester: A - s I = L D L' has as many negative eigenvalues as D.
@@ -500,148 +649,3 @@ def _count_below(op: DenseOperator | SparseOperator, shift: float) -> int:
     if (factors.perm_r != factors.perm_c).any():
         raise ValueError(f"certify='inertia' fails: {op!r} has no stable factors without pivoting")
     return int((factors.U.diagonal() < 0).sum())
-
-
-# ------------------------------------------------------------------------------------------
-# Bounds of the spectrum, and its norm.
-
-
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds(HasStatus):
-    """An interval that contains a spectrum; ``low, high = bounds`` unpacks it.
-
-    Attributes:
-        low: Lower end.
-        high: Upper end.
-        rigorous: Whether the interval certainly contains all eigenvalues. Bounds by Lanczos do so
-            with probability 0.999 over the start vector.
-        num_products: Number of products.
-        method: How the ends were computed.
-        status: Whether the ends reached the tolerance.
-        ritz: Smallest and largest Ritz value, which lie within the spectrum; ``None`` if no product
-            was computed.
-    """
-
-    low: float
-    high: float
-    rigorous: bool
-    num_products: int
-    method: str
-    status: Status
-    ritz: tuple[float, float] | None = None
-
-    def __iter__(self) -> Iterator[float]:
-        return iter((self.low, self.high))
-
-    def __str__(self) -> str:
-        kind = "certainly" if self.rigorous else "almost certainly"
-        interval = f"[{self.low:.6g}, {self.high:.6g}] {kind} contains the spectrum"
-        return f"{interval} ({self.method}; {self.status})"
-
-
-def bounds(
-    op: OperatorLike,
-    *,
-    method: BoundsMethod = "auto",
-    rtol: float = 0.01,
-    max_steps: int = 200,
-    generator: torch.Generator | None = None,
-    progress: bool | Progress = False,
-) -> Bounds:
-    r"""Return an interval that contains the spectrum.
-
-    ``gershgorin`` needs an explicit matrix and no product. It is certain but wide. ``lanczos``
-    makes steps until the interval is wider than that of the Ritz values, which lie within the
-    spectrum, by at most ``rtol`` times the norm at each end. An eigenvalue outside of the interval
-    would have been missed with probability 0.001 at most. ``auto`` intersects the two.
-
-    Args:
-        op: Symmetric :math:`A`, ``(n, n)``.
-        method: See above.
-        rtol: Margin, relative to the norm.
-        max_steps: Maximum number of products; 20 to 60 are usual. At this number the
-            interval still contains the spectrum, but may be wide.
-        generator: Source of the start vector. Defaults to a new generator with seed 0.
-        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
-
-    Reference: Van Dorsselaer, Hochstenbach and Van der Vorst (2000).
-    """
-    op = as_operator(op)
-    check_choice("method", method, get_args(BoundsMethod))
-    discs = gershgorin(op) if method != "lanczos" else None
-    if method == "gershgorin":
-        if discs is None:
-            raise ValueError(f"method='gershgorin' needs an explicit matrix, got {op!r}")
-        exact = Status(outcome="completed", message="no product")
-        return Bounds(
-            low=discs[0], high=discs[1], rigorous=True, num_products=0, method=method, status=exact
-        )
-    search, status = _ends(op, "bounds", discs, rtol, max_steps, generator, progress)
-    values = search.run.ritz_pairs()[0]
-    return Bounds(
-        low=search.bound(-1),
-        high=search.bound(1),
-        rigorous=False,
-        num_products=search.spent,
-        method="Lanczos" if discs is None else "Lanczos within Gershgorin",
-        status=status,
-        ritz=(float(values[0]), float(values[-1])),
-    )
-
-
-def spectral_norm(
-    op: OperatorLike,
-    *,
-    rtol: float = 1e-3,
-    max_steps: int = 1000,
-    generator: torch.Generator | None = None,
-    progress: bool | Progress = False,
-) -> Estimate:
-    r"""Return the spectral norm :math:`\max_i |\lambda_i|`.
-
-    The largest modulus of a Ritz value is a lower bound of the norm. ``truncation`` is the distance
-    to an upper bound, which holds with probability 0.999 over the start vector; see :func:`bounds`.
-    The error is usually far smaller. ``stderr`` is zero, since nothing is averaged.
-
-    Args:
-        op: Symmetric :math:`A`, ``(n, n)``.
-        rtol: Truncation to reach, relative to the norm.
-        max_steps: Maximum number of products.
-        generator: Source of the start vector. Defaults to a new generator with seed 0.
-        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
-    """
-    op = as_operator(op)
-    discs = gershgorin(op)
-    search, status = _ends(op, "norm", discs, rtol, max_steps, generator, progress)
-    value = float(search.run.ritz_pairs()[0].abs().max())
-    # The spectrum holds the Ritz values, and nothing beyond the bounds.
-    low, high = search.bound(-1), search.bound(1)
-    error = max(high, -low) - value
-    return Estimate.exact(
-        value,
-        truncation=max(error, search.roundoff),
-        num_products=search.spent,
-        method="Lanczos",
-        status=status,
-        seed=search.seed,
-    )
-
-
-def _ends(
-    op: LinearOperator,
-    kind: Literal["bounds", "norm"],
-    discs: tuple[float, float] | None,
-    rtol: float,
-    max_steps: int,
-    generator: torch.Generator | None,
-    progress: bool | Progress,
-) -> tuple[_Search, Status]:
-    smallest = min(1, op.shape[0] - 1)  # a number has one eigenvalue only
-    goal = _Goal(op, 1, smallest, rtol, max_steps, ends=kind, discs=discs)
-    generator = resolve_generator(generator)
-    starts = [random_start(op, generator)]
-    settings = goal.settings | {"placement": "device"}
-    saved = SavedRuns(op, starts, goal.capacity, settings, None, 0.0, None)
-    search = _Search(goal, saved, generator.initial_seed())
-    return search, search.advance(progress)

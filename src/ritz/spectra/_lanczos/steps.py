@@ -18,6 +18,63 @@ from ritz.spectra._lanczos.recurrence import (
 )
 
 
+def start_runs(
+    starts: Sequence[Tensor],
+    *,
+    capacity: int,
+    mode: Reorthogonalization,
+    magnitude: float = 0.0,
+) -> list[Recurrence]:
+    """Return runs from start vectors, each ``(n,)``, whose bases lie in one tensor.
+
+    :func:`step` then advances all of them by batched operations. Without these, runs of a few
+    thousand rows spend most of their time on calls. Longer vectors have one tensor per run.
+    """
+    like, shape = starts[0], (len(starts), 2 if mode == "none" else capacity, len(starts[0]))
+    # "partial" decides for each vector what to subtract.
+    limit = {"partial": 0, "full": TUNING.together_full, "none": TUNING.together_none}[mode]
+    alone = len(like) > limit
+    shared = None if alone else like.new_empty(shape)
+    runs = []
+    for index, start in enumerate(starts):
+        rows = None if shared is None else shared[index]
+        run = Recurrence(start, capacity=capacity, mode=mode, magnitude=magnitude, rows=rows)
+        run.shared = shared
+        runs.append(run)
+    return runs
+
+
+def advance(
+    op: LinearOperator,
+    runs: Sequence[Recurrence],
+    num_steps: int,
+    *,
+    first: int = 0,
+    bar: Progress | None = None,
+    between: Callable[[int], None] | None = None,
+) -> None:
+    """Advance runs together until each has made ``num_steps`` steps or its space is invariant.
+
+    Args:
+        op: The operator.
+        runs: The runs.
+        num_steps: Total number of steps.
+        first: Steps made before.
+        bar: Progress bar, which counts steps.
+        between: Called between two steps with the number of steps made.
+    """
+    for done in range(first, num_steps):
+        active = [run for run in runs if not run.exhausted]
+        if not active:
+            break
+        last = done == num_steps - 1
+        step(op, active, last=last)
+        if bar is not None:
+            bar.update(done + 1)
+        if between is not None and not last:
+            between(done + 1)
+
+
 def step(op: LinearOperator, runs: Sequence[Recurrence], *, last: bool = False) -> None:
     """Advance runs by one step, with one product of a block of their vectors."""
     shared = _shared(runs)
@@ -43,32 +100,6 @@ def _block(op: LinearOperator, runs: Sequence[Recurrence], shared: Tensor | None
     for column, vector in zip(block.T, vectors, strict=True):
         column.copy_(vector)  # three times as fast as torch.stack
     return block
-
-
-def together(
-    starts: Sequence[Tensor],
-    *,
-    capacity: int,
-    mode: Reorthogonalization,
-    magnitude: float = 0.0,
-) -> list[Recurrence]:
-    """Return runs from start vectors, each ``(n,)``, whose bases lie in one tensor.
-
-    :func:`step` then advances all of them by batched operations. Without these, runs of a few
-    thousand rows spend most of their time on calls. Longer vectors have one tensor per run.
-    """
-    like, shape = starts[0], (len(starts), 2 if mode == "none" else capacity, len(starts[0]))
-    # "partial" decides for each vector what to subtract.
-    limit = {"partial": 0, "full": TUNING.together_full, "none": TUNING.together_none}[mode]
-    alone = len(like) > limit
-    shared = None if alone else like.new_empty(shape)
-    runs = []
-    for index, start in enumerate(starts):
-        rows = None if shared is None else shared[index]
-        run = Recurrence(start, capacity=capacity, mode=mode, magnitude=magnitude, rows=rows)
-        run.shared = shared
-        runs.append(run)
-    return runs
 
 
 def _shared(runs: Sequence[Recurrence]) -> Tensor | None:
@@ -147,37 +178,6 @@ def _subtract(vectors: Tensor, coefficients: Tensor, rows: Tensor) -> None:
     torch.baddbmm(
         vectors[:, None], coefficients.to(vectors)[:, None], rows, alpha=-1, out=vectors[:, None]
     )
-
-
-def advance(
-    op: LinearOperator,
-    runs: Sequence[Recurrence],
-    num_steps: int,
-    *,
-    first: int = 0,
-    bar: Progress | None = None,
-    between: Callable[[int], None] | None = None,
-) -> None:
-    """Advance runs together until each has made ``num_steps`` steps or its space is invariant.
-
-    Args:
-        op: The operator.
-        runs: The runs.
-        num_steps: Total number of steps.
-        first: Steps made before.
-        bar: Progress bar, which counts steps.
-        between: Called between two steps with the number of steps made.
-    """
-    for done in range(first, num_steps):
-        active = [run for run in runs if not run.exhausted]
-        if not active:
-            break
-        last = done == num_steps - 1
-        step(op, active, last=last)
-        if bar is not None:
-            bar.update(done + 1)
-        if between is not None and not last:
-            between(done + 1)
 
 
 def _norm(op: LinearOperator) -> float:
