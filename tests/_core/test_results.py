@@ -213,7 +213,7 @@ def test_the_interval_scales_with_the_samples(scale):
 
 def test_without_a_tolerance_a_known_error_is_completed():
     estimate = Estimate.of(normal_quantiles(9), method="probes", num_products=9)
-    assert estimate.judged(None) is estimate
+    assert estimate.with_status(None) is estimate
     assert estimate.status == Status(outcome="completed", message="9 probes")
 
 
@@ -223,30 +223,30 @@ def test_a_tolerance_is_reached_if_the_whole_interval_is_within_it(sign):
         normal_quantiles(9), method="probes", num_products=9, truncation=0.1
     ).scaled(sign)
     relative = float(estimate.error()) / abs(float(estimate))
-    assert estimate.judged(relative * 1.001).status == Status(
+    assert estimate.with_status(relative * 1.001).status == Status(
         outcome="converged", message=f"relative error below {relative * 1.001:.2g}"
     )
-    failed = estimate.judged(relative * 0.999).status
+    failed = estimate.with_status(relative * 0.999).status
     assert failed.outcome == "max_steps"
     assert failed.message == f"relative error {relative:.2g}, above rtol {relative * 0.999:.2g}"
 
 
 def test_a_truncation_above_the_tolerance_is_never_converged():
     estimate = Estimate.exact(1.0, method="exact", truncation=0.2)
-    assert estimate.judged(0.1, "use more steps").status.outcome == "max_steps"
-    assert estimate.judged(0.1, "use more steps").status.advice == "use more steps"
-    assert estimate.judged(0.3).status.outcome == "converged"
+    assert estimate.with_status(0.1, "use more steps").status.outcome == "max_steps"
+    assert estimate.with_status(0.1, "use more steps").status.advice == "use more steps"
+    assert estimate.with_status(0.3).status.outcome == "converged"
 
 
 def test_the_advice_is_the_square_of_the_missing_factor():
     samples = normal_quantiles(400)
     estimate = Estimate.of(samples, method="probes", num_products=400)
     rtol = float(estimate.error()) / float(estimate) / 3
-    assert estimate.judged(rtol).status.advice == "use about 9 times as many probes"
+    assert estimate.with_status(rtol).status.advice == "use about 9 times as many probes"
     # Half of what is allowed is truncation, so sampling has the other half.
     half = rtol * float(estimate) / 2
     mixed = Estimate.of(samples, method="probes", num_products=400, truncation=half)
-    assert mixed.judged(rtol).status.advice == "use about 36 times as many probes"
+    assert mixed.with_status(rtol).status.advice == "use about 36 times as many probes"
 
 
 @pytest.mark.parametrize("rtol", [None, 0.1, 1.0])
@@ -254,7 +254,7 @@ def test_the_advice_is_the_square_of_the_missing_factor():
 def test_an_unknown_error_is_uncertain_with_and_without_a_tolerance(rtol, truncation):
     estimate = Estimate.of(
         normal_quantiles(9), method="probes", num_products=9, truncation=truncation
-    ).judged(rtol, "pass floor=")
+    ).with_status(rtol, "pass floor=")
     assert estimate.status.outcome == "uncertain"
     assert estimate.status.advice == "pass floor="
     assert not estimate.status.ok
@@ -266,12 +266,12 @@ def test_one_unknown_entry_makes_an_array_uncertain():
     estimate = Estimate.exact(
         torch.ones(3), method="exact", truncation=torch.tensor([0.0, math.inf, 0.0])
     )
-    assert estimate.judged(0.5).status.outcome == "uncertain"
+    assert estimate.with_status(0.5).status.outcome == "uncertain"
 
 
 def test_a_mean_of_zero_is_converged_only_without_an_error():
-    assert Estimate.exact(0.0, method="exact").judged(0.1).status.outcome == "converged"
-    failed = Estimate.exact(0.0, method="exact", truncation=0.1).judged(0.1).status
+    assert Estimate.exact(0.0, method="exact").with_status(0.1).status.outcome == "converged"
+    failed = Estimate.exact(0.0, method="exact", truncation=0.1).with_status(0.1).status
     assert (failed.outcome, failed.message) == ("max_steps", "relative error inf, above rtol 0.1")
 
 
@@ -280,5 +280,5 @@ def test_the_tolerance_of_an_array_is_that_of_its_norm():
     estimate = Estimate.exact(
         torch.tensor([3.0, 4.0]), method="exact", truncation=torch.tensor([0.3, 0.4])
     )
-    assert estimate.judged(0.101).status.outcome == "converged"
-    assert estimate.judged(0.099).status.outcome == "max_steps"
+    assert estimate.with_status(0.101).status.outcome == "converged"
+    assert estimate.with_status(0.099).status.outcome == "max_steps"

@@ -8,16 +8,8 @@ import torch
 import ritz
 from ritz import graphs
 from ritz.graphs._clusters import Sampled, reconciled, sample_density
-from ritz.graphs._gaps import (
-    Below,
-    Gap,
-    NullSpace,
-    count_below,
-    find_gap,
-    low_stretches,
-    polynomial,
-    widest_between,
-)
+from ritz.graphs._filtered_count import Below, NullSpace, count_below, polynomial
+from ritz.graphs._gaps import Gap, find_gap, low_stretches, widest_between
 from ritz.spectra import maxent
 
 

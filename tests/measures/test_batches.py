@@ -16,7 +16,8 @@ from ritz.measures import (
     curvature_variance,
     measured_batches,
 )
-from ritz.measures._subspace import outliers, without_replacement
+from ritz.measures._batch_subspace import outliers
+from ritz.measures._groups import without_replacement
 from ritz.spectra import eigenpairs
 
 N, P = 256, 30

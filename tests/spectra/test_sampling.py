@@ -294,7 +294,7 @@ def test_sampling_ends_when_it_converged_or_cannot():
 
     def settled(rtol, truncation):
         estimate = Estimate.of(values, method="test", num_products=16, truncation=truncation)
-        return is_settled(estimate.judged(rtol), rtol)
+        return is_settled(estimate.with_status(rtol), rtol)
 
     assert settled(None, 0.0)  # no tolerance
     assert settled(0.1, 0.0)  # converged
@@ -305,7 +305,7 @@ def test_sampling_ends_when_it_converged_or_cannot():
 
 @pytest.mark.parametrize("count", range(2, 14))
 def test_few_equal_samples_say_nothing_about_their_spread(count):
-    estimate = mean_of(Samples(torch.full((count,), 7.0, dtype=torch.float64))).judged(0.1)
+    estimate = mean_of(Samples(torch.full((count,), 7.0, dtype=torch.float64))).with_status(0.1)
     known = count >= ALIKE
     assert estimate.status.outcome == ("converged" if known else "uncertain")
     assert float(estimate.truncation) == (0.0 if known else torch.inf)

@@ -217,7 +217,7 @@ class Estimate(HasStatus):
         short = likely.square() * ((z**4 + 2 * z**2 - 3) / (18 * count))
         return torch.where(short < 1, 1 + short, 2 * short.sqrt().sqrt())
 
-    def judged(self, rtol: float | None, advice: str = "") -> "Estimate":
+    def with_status(self, rtol: float | None, advice: str = "") -> "Estimate":
         """Return the estimate with the status that its errors give it.
 
         Args:

@@ -86,7 +86,7 @@ class Samples:
                 truncation=truncation,
                 seed=seed,
             )
-            return doubted(estimate)
+            return doubt_equal_samples(estimate)
         mean, how = self.values.mean(0), f"{method}, with a whole basis in place of random probes"
         return Estimate.exact(mean, method=how, num_products=num_products, truncation=truncation)
 
@@ -153,7 +153,7 @@ class Sampling:
                     check_samples(parts[-1], taken)
                     taken += width
                     bar.update(taken)
-                estimate = finish(Samples(torch.cat(parts))).judged(self.rtol, advice)
+                estimate = finish(Samples(torch.cat(parts))).with_status(self.rtol, advice)
                 if is_settled(estimate, self.rtol):
                     break
         return estimate
@@ -180,14 +180,14 @@ class Sampling:
             [measure(block).double().cpu() for block in basis.split(self.width(op), 1)]
         )
         check_samples(values, 0)
-        return finish(Samples(values, complete=True)).judged(self.rtol, advice)
+        return finish(Samples(values, complete=True)).with_status(self.rtol, advice)
 
     def width(self, op: Probed) -> int:
         """Return the number of probes per block product."""
         return op.block_size if self.block_size is None else self.block_size
 
 
-def doubted(estimate: Estimate, *, alike: int = ALIKE) -> Estimate:
+def doubt_equal_samples(estimate: Estimate, *, alike: int = ALIKE) -> Estimate:
     """Return the estimate with unknown error where fewer than ``alike`` samples agree."""
     count = estimate.degrees + 1
     if count >= alike:

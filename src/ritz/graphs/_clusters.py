@@ -13,15 +13,12 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import HasStatus, Status, format_uncertain
 from ritz._core.storage import storable
-from ritz.graphs._density import SMALL, eigenvalues, laplacian, moments, with_edges
+from ritz.graphs._density import SMALL, moments
+from ritz.graphs._filtered_count import Below, NullSpace, all_below, count_below
 from ritz.graphs._gaps import (
     TUNING,
-    Below,
     Gap,
-    NullSpace,
-    all_below,
     angle,
-    count_below,
     find_gap,
     low_stretches,
     point,
@@ -32,6 +29,7 @@ from ritz.graphs._gaps import (
 )
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike
+from ritz.graphs._matrices import eigenvalues, laplacian, with_edges
 from ritz.spectra import (
     DiscreteDensity,
     EntropicDensity,
@@ -121,8 +119,132 @@ class ClusterCount(HasStatus):
         return "\n".join([*lines, f"  {self.status}"])
 
 
-def _uncertain(mean: float, stderr: float) -> str:
-    return f"{mean:.4g}" if math.isnan(stderr) else format_uncertain(mean, stderr)
+def count_clusters(
+    graph: GraphLike,
+    *,
+    method: CountMethod = "auto",
+    num_moments: int = 80,
+    num_probes: int = 100,
+    max_vectors: int | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> ClusterCount:
+    r"""Count the clusters of a graph: eigenvalues of its normalised Laplacian left of the gap.
+
+    .. math:: N_c = \#\{i : \lambda_i < \lambda_*\} \approx n \int_0^{\lambda_*} p(\lambda)\,
+        d\lambda
+
+    The bulk is the main part of the spectrum. :math:`\lambda_*` is chosen in the widest interval
+    left of the bulk in which the density is close to zero. If only the eigenvalue 0 of a connected
+    graph lies below this interval, the next one is tried. It is accepted if it is much wider than
+    the spacings of the eigenvalues above it and no other interval above has a similar width.
+
+    ``count`` is ``None``, and ``reason`` says why, if a connected graph has no gap (paths, grids)
+    or only the gap above the eigenvalue 0 (random graphs, complete graphs). The spectrum of such a
+    graph does not tell whether it is one cluster or has none.
+
+    Every connected component, also an isolated vertex, adds one eigenvalue 0 and is counted as one
+    cluster. If several components have no further gap, ``count`` is the number of components,
+    which is exact, and ``reason`` says so. To count clusters within the largest component, pass
+    :meth:`ritz.graphs.Graph.largest_component`.
+
+    ================  ===================================================================
+    method            count
+    ================  ===================================================================
+    ``entropic``      mass of the entropic spectrum, Algorithm 5 of the reference below;
+                      standard deviation at most :math:`\sqrt{2 N_c / d}`
+    ``lanczos``       mass of Lanczos quadrature, smoothed by a Gaussian
+    ``krylov``        eigenvalues found one by one in a block filtered by Chebyshev
+                      polynomials, a lower bound; new random probes estimate how many it
+                      missed
+    ``auto``          all eigenvalues of a graph with at most 2,000 vertices; otherwise
+                      ``entropic`` and ``krylov``, and no count if they differ by more than
+                      four standard errors or something was missed
+    ================  ===================================================================
+
+    Clusters that have more edges inside than outside have a conductance :math:`\phi_i` below one
+    half, and then the mean of the eigenvalues left of the gap is below one half too (Ky Fan):
+    :math:`\sum_{i \le k} \lambda_i \le \sum_{i \le k} \phi_i`. If the mean is larger, there is no
+    count. A random bipartite graph, for example, has a gap left of 1 without having clusters.
+
+    Cost: ``num_probes * num_moments / 2`` products for ``entropic``, twice that for ``lanczos``,
+    about 10 products per eigenvalue for ``krylov``, more if the gap is narrow. Memory beyond the
+    graph: about 40 vectors, and 1.1 vectors per eigenvalue for ``krylov``.
+
+    Args:
+        graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
+        method: One of the table.
+        num_moments: Moments ``m``, or Lanczos steps. A gap narrower than :math:`\pi / m` in
+            :math:`\arccos(1 - \lambda)` is not seen.
+        num_probes: Probes ``d``.
+        max_vectors: Maximum number of vectors for ``krylov``. Defaults to as many as fit in 4 GiB.
+            If these are too few, ``auto`` has no count, only the sampled ``estimate``.
+        generator: Source of randomness. Defaults to a new generator with seed 0.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
+
+    Reference: Section 3.7 of *Spectral Machine Learning*.
+
+    Example:
+        >>> from ritz import graphs
+        >>> blocks = graphs.cluster_graph([30] * 9, degree=12, num_links=18)
+        >>> graphs.count_clusters(blocks).count
+        9
+    """
+    graph = with_edges(graph)
+    check_choice("method", method, COUNT_METHODS)
+    check_count("num_moments", num_moments, low=4)
+    check_count("num_probes", num_probes, low=2)
+    if max_vectors is not None:
+        check_count("max_vectors", max_vectors)
+    generator = resolve_generator(generator)
+    null = NullSpace.of(graph, torch.float64)
+    num_probes = min(num_probes, TUNING.locating) if method == "krylov" else num_probes
+    # The middle of the bulk is the median of the eigenvalues that are not 0.
+    zeros = null.dimension / graph.num_nodes
+    place: dict[str, Any] = {"num_moments": num_moments, "bulk": zeros + (1 - zeros) / 2}
+    few = method in ("auto", "krylov") and graph.num_nodes - null.dimension <= TUNING.few
+    if (method == "auto" or few) and graph.num_nodes <= SMALL:
+        sampled = exact_density(graph, num_zeros=null.dimension, **place)
+        description = f"all eigenvalues, gaps at the resolution of {num_moments} moments"
+    else:
+        sampled = sample_density(
+            graph,
+            lanczos=method == "lanczos" or few,
+            num_probes=num_probes,
+            generator=generator,
+            progress=progress,
+            **place,
+        )
+        description = f"{method}, {num_moments} moments x {num_probes} probes"
+    facts: dict[str, Any] = {
+        "num_nodes": graph.num_nodes,
+        "num_components": null.dimension,
+        "num_products": sampled.num_products,
+        "method": description,
+        "seed": generator.initial_seed(),
+        "density": sampled.density,
+    }
+    # Without a gap, only the zeros of the components can be counted.
+    if isinstance(sampled.gap, str):
+        return _components_only(f"no gap: {sampled.gap}", facts)
+    # Blocks that fill the memory are float32, four bytes per entry.
+    most = TUNING.memory // (4 * graph.num_nodes) if max_vectors is None else max_vectors
+    width = _width(sampled, sampled.gap, null)
+    short = ""
+    if method == "auto" and width > most and sampled.spread is not None:
+        short = f"block Krylov would need {width:,} vectors, max_vectors is {most:,}"
+    if short or method in ("entropic", "lanczos"):
+        return _sampled_count(sampled, _sampled_gap(sampled, sampled.gap, null), facts, short)
+    # Each method certifies the other: sampling has an error but misses nothing, block Krylov is
+    # exact but may miss eigenvalues.
+    krylov = _BlockKrylov(graph, null, max(1, most), sampled, generator, progress)
+    below = krylov.count(sampled.gap, width)
+    facts["num_products"] += below.num_products
+    if below.count == 1 and below.missed <= TUNING.missed:
+        further = krylov.count_further(sampled.gap)
+        facts["num_products"] += further.num_products if further else 0
+        below = further if further and _is_real(further, sampled) else below
+    return reconciled(below, sampled, facts, trusted=method == "auto")
 
 
 # ------------------------------------------------------------------------------------------
@@ -276,135 +398,7 @@ def exact_density(graph: Graph, *, num_moments: int, bulk: float, num_zeros: int
 
 
 # ------------------------------------------------------------------------------------------
-# The number of clusters of a graph, counted in two ways that check each other.
-
-
-def count_clusters(
-    graph: GraphLike,
-    *,
-    method: CountMethod = "auto",
-    num_moments: int = 80,
-    num_probes: int = 100,
-    max_vectors: int | None = None,
-    generator: torch.Generator | None = None,
-    progress: bool | Progress = False,
-) -> ClusterCount:
-    r"""Count the clusters of a graph: eigenvalues of its normalised Laplacian left of the gap.
-
-    .. math:: N_c = \#\{i : \lambda_i < \lambda_*\} \approx n \int_0^{\lambda_*} p(\lambda)\,
-        d\lambda
-
-    The bulk is the main part of the spectrum. :math:`\lambda_*` is chosen in the widest interval
-    left of the bulk in which the density is close to zero. If only the eigenvalue 0 of a connected
-    graph lies below this interval, the next one is tried. It is accepted if it is much wider than
-    the spacings of the eigenvalues above it and no other interval above has a similar width.
-
-    ``count`` is ``None``, and ``reason`` says why, if a connected graph has no gap (paths, grids)
-    or only the gap above the eigenvalue 0 (random graphs, complete graphs). The spectrum of such a
-    graph does not tell whether it is one cluster or has none.
-
-    Every connected component, also an isolated vertex, adds one eigenvalue 0 and is counted as one
-    cluster. If several components have no further gap, ``count`` is the number of components,
-    which is exact, and ``reason`` says so. To count clusters within the largest component, pass
-    :meth:`ritz.graphs.Graph.largest_component`.
-
-    ================  ===================================================================
-    method            count
-    ================  ===================================================================
-    ``entropic``      mass of the entropic spectrum, Algorithm 5 of the reference below;
-                      standard deviation at most :math:`\sqrt{2 N_c / d}`
-    ``lanczos``       mass of Lanczos quadrature, smoothed by a Gaussian
-    ``krylov``        eigenvalues found one by one in a block filtered by Chebyshev
-                      polynomials, a lower bound; new random probes estimate how many it
-                      missed
-    ``auto``          all eigenvalues of a graph with at most 2,000 vertices; otherwise
-                      ``entropic`` and ``krylov``, and no count if they differ by more than
-                      four standard errors or something was missed
-    ================  ===================================================================
-
-    Clusters that have more edges inside than outside have a conductance :math:`\phi_i` below one
-    half, and then the mean of the eigenvalues left of the gap is below one half too (Ky Fan):
-    :math:`\sum_{i \le k} \lambda_i \le \sum_{i \le k} \phi_i`. If the mean is larger, there is no
-    count. A random bipartite graph, for example, has a gap left of 1 without having clusters.
-
-    Cost: ``num_probes * num_moments / 2`` products for ``entropic``, twice that for ``lanczos``,
-    about 10 products per eigenvalue for ``krylov``, more if the gap is narrow. Memory beyond the
-    graph: about 40 vectors, and 1.1 vectors per eigenvalue for ``krylov``.
-
-    Args:
-        graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
-        method: One of the table.
-        num_moments: Moments ``m``, or Lanczos steps. A gap narrower than :math:`\pi / m` in
-            :math:`\arccos(1 - \lambda)` is not seen.
-        num_probes: Probes ``d``.
-        max_vectors: Maximum number of vectors for ``krylov``. Defaults to as many as fit in 4 GiB.
-            If these are too few, ``auto`` has no count, only the sampled ``estimate``.
-        generator: Source of randomness. Defaults to a new generator with seed 0.
-        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
-
-    Reference: Section 3.7 of *Spectral Machine Learning*.
-
-    Example:
-        >>> from ritz import graphs
-        >>> blocks = graphs.cluster_graph([30] * 9, degree=12, num_links=18)
-        >>> graphs.count_clusters(blocks).count
-        9
-    """
-    graph = with_edges(graph)
-    check_choice("method", method, COUNT_METHODS)
-    check_count("num_moments", num_moments, low=4)
-    check_count("num_probes", num_probes, low=2)
-    if max_vectors is not None:
-        check_count("max_vectors", max_vectors)
-    generator = resolve_generator(generator)
-    null = NullSpace.of(graph, torch.float64)
-    num_probes = min(num_probes, TUNING.locating) if method == "krylov" else num_probes
-    # The middle of the bulk is the median of the eigenvalues that are not 0.
-    zeros = null.dimension / graph.num_nodes
-    place: dict[str, Any] = {"num_moments": num_moments, "bulk": zeros + (1 - zeros) / 2}
-    few = method in ("auto", "krylov") and graph.num_nodes - null.dimension <= TUNING.few
-    if (method == "auto" or few) and graph.num_nodes <= SMALL:
-        sampled = exact_density(graph, num_zeros=null.dimension, **place)
-        description = f"all eigenvalues, gaps at the resolution of {num_moments} moments"
-    else:
-        sampled = sample_density(
-            graph,
-            lanczos=method == "lanczos" or few,
-            num_probes=num_probes,
-            generator=generator,
-            progress=progress,
-            **place,
-        )
-        description = f"{method}, {num_moments} moments x {num_probes} probes"
-    facts: dict[str, Any] = {
-        "num_nodes": graph.num_nodes,
-        "num_components": null.dimension,
-        "num_products": sampled.num_products,
-        "method": description,
-        "seed": generator.initial_seed(),
-        "density": sampled.density,
-    }
-    # Without a gap, only the zeros of the components can be counted.
-    if isinstance(sampled.gap, str):
-        return _components_only(f"no gap: {sampled.gap}", facts)
-    # Blocks that fill the memory are float32, four bytes per entry.
-    most = TUNING.memory // (4 * graph.num_nodes) if max_vectors is None else max_vectors
-    width = _width(sampled, sampled.gap, null)
-    short = ""
-    if method == "auto" and width > most and sampled.spread is not None:
-        short = f"block Krylov would need {width:,} vectors, max_vectors is {most:,}"
-    if short or method in ("entropic", "lanczos"):
-        return _sampled_count(sampled, _sampled_gap(sampled, sampled.gap, null), facts, short)
-    # Each method certifies the other: sampling has an error but misses nothing, block Krylov is
-    # exact but may miss eigenvalues.
-    krylov = _BlockKrylov(graph, null, max(1, most), sampled, generator, progress)
-    below = krylov.count(sampled.gap, width)
-    facts["num_products"] += below.num_products
-    if below.count == 1 and below.missed <= TUNING.missed:
-        further = krylov.count_further(sampled.gap)
-        facts["num_products"] += further.num_products if further else 0
-        below = further if further and _is_real(further, sampled) else below
-    return reconciled(below, sampled, facts, trusted=method == "auto")
+# Counting one by one: block Krylov below the gap.
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,6 +459,10 @@ def _is_real(below: Below, sampled: Sampled) -> bool:
     if below.count == 1:
         return False
     return sampled.crowd(below.gap) >= TUNING.sure or stands_out(below.gap, below.above)
+
+
+# ------------------------------------------------------------------------------------------
+# Results, with or without a count.
 
 
 def reconciled(
@@ -573,3 +571,7 @@ def _failed(reason: str, advice: str, facts: dict[str, Any]) -> ClusterCount:
 
 def _no_count(reason: str, facts: dict[str, Any], status: Status) -> ClusterCount:
     return ClusterCount(count=None, reason=reason, status=status, **facts)
+
+
+def _uncertain(mean: float, stderr: float) -> str:
+    return f"{mean:.4g}" if math.isnan(stderr) else format_uncertain(mean, stderr)

@@ -12,15 +12,14 @@ from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
-from ritz.graphs._density import INTERVAL, jackknife, leave_out, matched_within, moments, with_edges
+from ritz.graphs._density import INTERVAL, matched_within, moments
 from ritz.graphs._families import TUNING, Family, Model, Outline, families, siblings
 from ritz.graphs._graph import GraphError
 from ritz.graphs._io import GraphLike
+from ritz.graphs._jackknife import jackknife, leave_out
+from ritz.graphs._matrices import with_edges
 from ritz.graphs._similarity import multipliers, symmetric_kl
 from ritz.spectra import EntropicDensity, Moments, maxent
-
-# ------------------------------------------------------------------------------------------
-# Results.
 
 # Number of parameters: of models that a graph may be drawn from, the simplest is preferred.
 _NUM_PARAMETERS: dict[Model, float] = {
@@ -106,6 +105,109 @@ class Fit:
     def __str__(self) -> str:
         title = f"Nearest model: {self.model}; drawn graphs had {self.num_nodes} vertices"
         return "\n".join([title, *(f"  {one}" for one in self.fits)])
+
+
+def fit(
+    graph: GraphLike,
+    *,
+    models: Sequence[Model] = MODELS,
+    num_moments: int = 20,
+    num_probes: int = 64,
+    num_nodes: int | None = None,
+    num_draws: int = 4,
+    num_repeats: int = 24,
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> Fit:
+    r"""Fit random graph models to a graph by the distance between their spectra.
+
+    .. math:: \hat\theta = \arg\min_\theta D\big(p_G, p_\theta\big), \qquad p_\theta:\
+        \mu_i(\theta) = \mathbb{E}_{G' \sim \theta}\, \mu_i(G')
+
+    with the symmetric Kullback-Leibler divergence between entropic spectra. The moments of a model
+    are means over draws, with the same random numbers at every value of its parameter. The search
+    tries values over the whole range, then around the best, and takes the minimum of a parabola.
+
+    ==========================  ==================================================================
+    model                       searched
+    ==========================  ==================================================================
+    ``erdos_renyi``             ``p``
+    ``watts_strogatz``          ``p``, and even ``num_neighbors`` around the mean degree
+    ``barabasi_albert``         ``num_edges``
+    ``stochastic_block_model``  ``num_blocks``, at most 64 equal blocks of at least eight vertices,
+                                and ``mixing``, the fraction of edges between blocks; the mean
+                                degree is that of the graph
+    ``configuration_model``     nothing: it has the degrees of the graph
+    ==========================  ==================================================================
+
+    Edge weights of the graph enter its spectrum; the models are unweighted.
+
+    Cost: about ``29 * num_draws + num_repeats`` random graphs per model, three times as many for
+    ``stochastic_block_model``. About ten seconds for a graph of 1,000 vertices and 5,000 edges.
+    Memory: one drawn graph.
+
+    Args:
+        graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
+        models: Models to compare.
+        num_moments: Number of moments. More moments resolve finer structure, but also fit the
+            randomness of this single graph.
+        num_probes: Probes for graphs of more than 256 vertices; the moments of smaller ones are
+            exact.
+        num_nodes: Vertices of drawn graphs. Defaults to those of the graph, at most 1,000. Drawn
+            graphs of a different size have the same mean degree and block size. The fitted ``p`` of
+            Erdős-Rényi and ``num_blocks`` are converted to the size of your graph.
+        num_draws: Graphs drawn at each value.
+        num_repeats: Graphs drawn for the interval of the parameter.
+        generator: Source of randomness. Defaults to a new generator with seed 0.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
+
+    Reference: Sections 3.6.1 and 3.6.2 of *Spectral Machine Learning*.
+    """
+    graph = with_edges(graph)
+    check_count("num_draws", num_draws, low=2)
+    check_count("num_repeats", num_repeats, low=2)
+    if not models:
+        raise ValueError("models must contain at least one model, got none")
+    for model in models:
+        check_choice("models", model, MODELS)
+    if graph.num_nodes < TUNING.fewest_nodes and num_nodes is None:
+        raise GraphError(
+            f"graph must have at least {TUNING.fewest_nodes} vertices to be compared with random "
+            f"ones, got {graph.num_nodes}"
+        )
+    size = min(graph.num_nodes, TUNING.most_nodes) if num_nodes is None else num_nodes
+    check_count("num_nodes", size, low=TUNING.fewest_nodes)
+    generator = resolve_generator(generator)
+    degrees = graph.crow.diff().long()
+    if graph.num_loops:
+        degrees = degrees - torch.from_numpy(graph.to_scipy().diagonal() != 0).long()
+    outline = Outline(degrees=degrees, num_nodes=size)
+    sampled = moments(
+        graph,
+        num_moments=num_moments,
+        num_probes=num_probes,
+        exact=graph.num_nodes <= TUNING.exact_nodes,
+        generator=generator,
+    )
+    search = _Search(sampled, size, num_probes, num_draws, num_repeats, generator)
+    choices = [families(model, outline) for model in models]
+    totals = [search.max_drawn(some) for some in choices]
+    fits: list[ModelFit] = []
+    with tracking(progress, "graphs drawn", sum(totals)) as bar:
+        search.report = bar.update
+        for some in choices:
+            fits.append(_for_size(search.nearest(some, outline), size, graph.num_nodes))
+            search.num_drawn = sum(totals[: len(fits)])
+            bar.update(search.num_drawn, fits[-1].model)
+    ranked = sorted(fits, key=lambda one: one.divergence)
+    possible = [one for one in ranked if one.divergence <= one.typical]
+    first = min(possible or ranked[:1], key=lambda one: _NUM_PARAMETERS[one.model])  # type: ignore[index]
+    return Fit(
+        fits=(first, *(one for one in ranked if one is not first)),
+        num_nodes=size,
+        density=search.density,
+        seed=generator.initial_seed(),
+    )
 
 
 # ------------------------------------------------------------------------------------------
@@ -324,113 +426,6 @@ def _interval(family: Family, value: float, again: list[float]) -> tuple[float, 
     deviation = math.sqrt(sum((one - value) ** 2 for one in again) / len(again))
     low, high = max(value - 2 * deviation, family.low), min(value + 2 * deviation, family.high)
     return (math.floor(low), math.ceil(high)) if family.spacing == "whole" else (low, high)
-
-
-# ------------------------------------------------------------------------------------------
-# Which random graphs a graph is like, and with which parameters.
-
-
-def fit(
-    graph: GraphLike,
-    *,
-    models: Sequence[Model] = MODELS,
-    num_moments: int = 20,
-    num_probes: int = 64,
-    num_nodes: int | None = None,
-    num_draws: int = 4,
-    num_repeats: int = 24,
-    generator: torch.Generator | None = None,
-    progress: bool | Progress = False,
-) -> Fit:
-    r"""Fit random graph models to a graph by the distance between their spectra.
-
-    .. math:: \hat\theta = \arg\min_\theta D\big(p_G, p_\theta\big), \qquad p_\theta:\
-        \mu_i(\theta) = \mathbb{E}_{G' \sim \theta}\, \mu_i(G')
-
-    with the symmetric Kullback-Leibler divergence between entropic spectra. The moments of a model
-    are means over draws, with the same random numbers at every value of its parameter. The search
-    tries values over the whole range, then around the best, and takes the minimum of a parabola.
-
-    ==========================  ==================================================================
-    model                       searched
-    ==========================  ==================================================================
-    ``erdos_renyi``             ``p``
-    ``watts_strogatz``          ``p``, and even ``num_neighbors`` around the mean degree
-    ``barabasi_albert``         ``num_edges``
-    ``stochastic_block_model``  ``num_blocks``, at most 64 equal blocks of at least eight vertices,
-                                and ``mixing``, the fraction of edges between blocks; the mean
-                                degree is that of the graph
-    ``configuration_model``     nothing: it has the degrees of the graph
-    ==========================  ==================================================================
-
-    Edge weights of the graph enter its spectrum; the models are unweighted.
-
-    Cost: about ``29 * num_draws + num_repeats`` random graphs per model, three times as many for
-    ``stochastic_block_model``. About ten seconds for a graph of 1,000 vertices and 5,000 edges.
-    Memory: one drawn graph.
-
-    Args:
-        graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
-        models: Models to compare.
-        num_moments: Number of moments. More moments resolve finer structure, but also fit the
-            randomness of this single graph.
-        num_probes: Probes for graphs of more than 256 vertices; the moments of smaller ones are
-            exact.
-        num_nodes: Vertices of drawn graphs. Defaults to those of the graph, at most 1,000. Drawn
-            graphs of a different size have the same mean degree and block size. The fitted ``p`` of
-            Erdős-Rényi and ``num_blocks`` are converted to the size of your graph.
-        num_draws: Graphs drawn at each value.
-        num_repeats: Graphs drawn for the interval of the parameter.
-        generator: Source of randomness. Defaults to a new generator with seed 0.
-        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
-
-    Reference: Sections 3.6.1 and 3.6.2 of *Spectral Machine Learning*.
-    """
-    graph = with_edges(graph)
-    check_count("num_draws", num_draws, low=2)
-    check_count("num_repeats", num_repeats, low=2)
-    if not models:
-        raise ValueError("models must contain at least one model, got none")
-    for model in models:
-        check_choice("models", model, MODELS)
-    if graph.num_nodes < TUNING.fewest_nodes and num_nodes is None:
-        raise GraphError(
-            f"graph must have at least {TUNING.fewest_nodes} vertices to be compared with random "
-            f"ones, got {graph.num_nodes}"
-        )
-    size = min(graph.num_nodes, TUNING.most_nodes) if num_nodes is None else num_nodes
-    check_count("num_nodes", size, low=TUNING.fewest_nodes)
-    generator = resolve_generator(generator)
-    degrees = graph.crow.diff().long()
-    if graph.num_loops:
-        degrees = degrees - torch.from_numpy(graph.to_scipy().diagonal() != 0).long()
-    outline = Outline(degrees=degrees, num_nodes=size)
-    sampled = moments(
-        graph,
-        num_moments=num_moments,
-        num_probes=num_probes,
-        exact=graph.num_nodes <= TUNING.exact_nodes,
-        generator=generator,
-    )
-    search = _Search(sampled, size, num_probes, num_draws, num_repeats, generator)
-    choices = [families(model, outline) for model in models]
-    totals = [search.max_drawn(some) for some in choices]
-    fits: list[ModelFit] = []
-    with tracking(progress, "graphs drawn", sum(totals)) as bar:
-        search.report = bar.update
-        for some in choices:
-            fits.append(_for_size(search.nearest(some, outline), size, graph.num_nodes))
-            search.num_drawn = sum(totals[: len(fits)])
-            bar.update(search.num_drawn, fits[-1].model)
-    ranked = sorted(fits, key=lambda one: one.divergence)
-    possible = [one for one in ranked if one.divergence <= one.typical]
-    first = min(possible or ranked[:1], key=lambda one: _NUM_PARAMETERS[one.model])  # type: ignore[index]
-    return Fit(
-        fits=(first, *(one for one in ranked if one is not first)),
-        num_nodes=size,
-        density=search.density,
-        seed=generator.initial_seed(),
-    )
 
 
 def _for_size(fit: ModelFit, size: int, num_nodes: int) -> ModelFit:

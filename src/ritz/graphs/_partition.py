@@ -10,10 +10,11 @@ from torch import Tensor
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
-from ritz.graphs._density import laplacian, with_edges
-from ritz.graphs._gaps import TOP, NullSpace
+from ritz.graphs._filtered_count import NullSpace
+from ritz.graphs._gaps import TOP
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike
+from ritz.graphs._matrices import laplacian, with_edges
 from ritz.operators import LinearOperator
 from ritz.spectra import eigenpairs
 

@@ -16,103 +16,19 @@ from ritz.graphs._density import (
     INTERVAL,
     NUM_MOMENTS,
     NUM_PROBES,
-    bias,
     check_moments,
     default_times,
     heat_weights,
-    jackknife,
-    leave_out,
     matched_within,
     moments,
-    with_edges,
 )
 from ritz.graphs._io import as_graph
+from ritz.graphs._jackknife import bias, jackknife, leave_out
+from ritz.graphs._matrices import with_edges
 from ritz.spectra import EntropicDensity, Moments, maxent
 from ritz.spectra._shared import chebyshev
 
 Measure = Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"]
-
-# ------------------------------------------------------------------------------------------
-# Distances between many spectra at once. Each measure needs features of the spectra, from mean
-# moments ``(N, m + 1)`` and ``N`` densities, and a distance between all pairs of features.
-
-_POINTS = 4096  # of the quadrature; three thousand points are good to a thousandth in the tests
-
-
-def multipliers(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
-    """Multipliers and fitted moments of densities, ``(N, 2, m)``."""
-    return torch.stack([torch.stack([one.alphas, one.fitted]) for one in densities])
-
-
-def symmetric_kl(a: Tensor, b: Tensor) -> Tensor:
-    r"""Symmetric divergence :math:`\tfrac12 \sum (\alpha - \beta)(\mu^q - \mu^p)`."""
-    # log p - log q = -sum (alpha_i - beta_i) T_i + const, so that KL(p|q) + KL(q|p) needs no
-    # integral. Differences before products: the multipliers may be large and alike.
-    difference = a[:, None] - b[None]
-    # Rounding may take it below zero, and the sum of nothing is a negative zero.
-    return (-0.5 * (difference[:, :, 0] * difference[:, :, 1]).sum(-1)).clamp_min(0.0) + 0.0
-
-
-def _masses(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
-    """Masses of densities at the points of a quadrature, ``(N, _POINTS)``; rows sum to one."""
-    angles = _angles()
-    table = chebyshev(torch.cos(angles), densities[0].alphas.shape[0])[:, 1:]
-    alphas = torch.stack([one.alphas for one in densities])
-    # p(x) dx with dx = sin(a) da; the softmax normalises without overflow.
-    return (torch.sin(angles).log() - alphas @ table.T).softmax(1)
-
-
-def _jensen_shannon(a: Tensor, b: Tensor) -> Tensor:
-    # JS(p, q) = (KL(p | m) + KL(q | m)) / 2 with m = (p + q) / 2.
-    def divergence(p: Tensor, q: Tensor) -> Tensor:
-        # Where both underflow there is nothing to distinguish.
-        terms: Tensor = torch.special.xlogy(p, p / q.clamp_min(1e-300))
-        return terms.sum(-1)
-
-    middles = (0.5 * (one + b) for one in a)
-    rows = [
-        0.5 * (divergence(one, middle) + divergence(b, middle))
-        for one, middle in zip(a, middles, strict=True)
-    ]
-    return torch.stack(rows)
-
-
-def _wasserstein(a: Tensor, b: Tensor) -> Tensor:
-    # In one dimension the distance is the area int |F_p - F_q| between distribution functions.
-    steps = torch.sin(_angles()) * (math.pi / _POINTS)
-    below_a, below_b = (rows.cumsum(1) - 0.5 * rows for rows in (a, b))
-    return torch.stack([((one - below_b).abs() * steps).sum(1) for one in below_a])
-
-
-def _heat_traces(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
-    return means @ heat_weights(default_times(), means.shape[1] - 1).T
-
-
-def _root_mean_square(a: Tensor, b: Tensor) -> Tensor:
-    return (a[:, None] - b[None]).square().mean(-1).sqrt()
-
-
-def _angles() -> Tensor:
-    """Midpoints in the angle whose cosine is the variable, from the upper end down."""
-    return (torch.arange(_POINTS, dtype=torch.float64) + 0.5).flip(0) * (math.pi / _POINTS)
-
-
-_Features = Callable[[Tensor, Sequence[EntropicDensity]], Tensor]
-_MEASURES: dict[str, tuple[_Features, Callable[[Tensor, Tensor], Tensor]]] = {
-    "symmetric_kl": (multipliers, symmetric_kl),
-    "jensen_shannon": (_masses, _jensen_shannon),
-    "wasserstein": (_masses, _wasserstein),
-    "heat": (_heat_traces, _root_mean_square),
-}
-_TITLES = {
-    "symmetric_kl": "Symmetric Kullback-Leibler divergence",
-    "jensen_shannon": "Jensen-Shannon divergence",
-    "wasserstein": "Wasserstein distance",
-    "heat": "Distance between heat traces",
-}
-
-# ------------------------------------------------------------------------------------------
-# How alike graphs are.
 
 
 @storable
@@ -283,3 +199,83 @@ def _distances(
     # The probes of both graphs are independent: variances add, and so do the two biases.
     variance = variance + variance.T + (offset + offset.T).square()
     return matrix, variance.fill_diagonal_(0.0).sqrt()
+
+
+# ------------------------------------------------------------------------------------------
+# Distances between many spectra at once. Each measure needs features of the spectra, from mean
+# moments ``(N, m + 1)`` and ``N`` densities, and a distance between all pairs of features.
+
+_POINTS = 4096  # of the quadrature; three thousand points are good to a thousandth in the tests
+
+
+def multipliers(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
+    """Multipliers and fitted moments of densities, ``(N, 2, m)``."""
+    return torch.stack([torch.stack([one.alphas, one.fitted]) for one in densities])
+
+
+def symmetric_kl(a: Tensor, b: Tensor) -> Tensor:
+    r"""Symmetric divergence :math:`\tfrac12 \sum (\alpha - \beta)(\mu^q - \mu^p)`."""
+    # log p - log q = -sum (alpha_i - beta_i) T_i + const, so that KL(p|q) + KL(q|p) needs no
+    # integral. Differences before products: the multipliers may be large and alike.
+    difference = a[:, None] - b[None]
+    # Rounding may take it below zero, and the sum of nothing is a negative zero.
+    return (-0.5 * (difference[:, :, 0] * difference[:, :, 1]).sum(-1)).clamp_min(0.0) + 0.0
+
+
+def _masses(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
+    """Masses of densities at the points of a quadrature, ``(N, _POINTS)``; rows sum to one."""
+    angles = _angles()
+    table = chebyshev(torch.cos(angles), densities[0].alphas.shape[0])[:, 1:]
+    alphas = torch.stack([one.alphas for one in densities])
+    # p(x) dx with dx = sin(a) da; the softmax normalises without overflow.
+    return (torch.sin(angles).log() - alphas @ table.T).softmax(1)
+
+
+def _jensen_shannon(a: Tensor, b: Tensor) -> Tensor:
+    # JS(p, q) = (KL(p | m) + KL(q | m)) / 2 with m = (p + q) / 2.
+    def divergence(p: Tensor, q: Tensor) -> Tensor:
+        # Where both underflow there is nothing to distinguish.
+        terms: Tensor = torch.special.xlogy(p, p / q.clamp_min(1e-300))
+        return terms.sum(-1)
+
+    middles = (0.5 * (one + b) for one in a)
+    rows = [
+        0.5 * (divergence(one, middle) + divergence(b, middle))
+        for one, middle in zip(a, middles, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _wasserstein(a: Tensor, b: Tensor) -> Tensor:
+    # In one dimension the distance is the area int |F_p - F_q| between distribution functions.
+    steps = torch.sin(_angles()) * (math.pi / _POINTS)
+    below_a, below_b = (rows.cumsum(1) - 0.5 * rows for rows in (a, b))
+    return torch.stack([((one - below_b).abs() * steps).sum(1) for one in below_a])
+
+
+def _heat_traces(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
+    return means @ heat_weights(default_times(), means.shape[1] - 1).T
+
+
+def _root_mean_square(a: Tensor, b: Tensor) -> Tensor:
+    return (a[:, None] - b[None]).square().mean(-1).sqrt()
+
+
+def _angles() -> Tensor:
+    """Midpoints in the angle whose cosine is the variable, from the upper end down."""
+    return (torch.arange(_POINTS, dtype=torch.float64) + 0.5).flip(0) * (math.pi / _POINTS)
+
+
+_Features = Callable[[Tensor, Sequence[EntropicDensity]], Tensor]
+_MEASURES: dict[str, tuple[_Features, Callable[[Tensor, Tensor], Tensor]]] = {
+    "symmetric_kl": (multipliers, symmetric_kl),
+    "jensen_shannon": (_masses, _jensen_shannon),
+    "wasserstein": (_masses, _wasserstein),
+    "heat": (_heat_traces, _root_mean_square),
+}
+_TITLES = {
+    "symmetric_kl": "Symmetric Kullback-Leibler divergence",
+    "jensen_shannon": "Jensen-Shannon divergence",
+    "wasserstein": "Wasserstein distance",
+    "heat": "Distance between heat traces",
+}

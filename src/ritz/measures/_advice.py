@@ -22,9 +22,14 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, check_risk
 from ritz.measures._advice_figures import Figures, trials, unknown
-from ritz.measures._batches import BatchPrediction, batch_prediction, bracketed, homogeneity
-from ritz.measures._curvature_noise import check_batch_sizes, check_groups
+from ritz.measures._batch_prediction import (
+    BatchPrediction,
+    batch_prediction,
+    bracketed,
+    homogeneity,
+)
 from ritz.measures._gradient_noise import GradientNoise, noise_of
+from ritz.measures._groups import check_batch_sizes, check_groups
 from ritz.measures._outliers import BulkEdge, bulk_edge
 from ritz.measures._preconditioned import divisors, preconditioned_curvature
 from ritz.measures._stability import ADAPTIVE, OPTIMIZERS, OptimizerName, stable_rate
@@ -148,65 +153,6 @@ class Advice:
                           *_notes(self)])  # fmt: skip
 
 
-def advice_cost(
-    risk: Risk,
-    *,
-    batch_sizes: Sequence[int] | None = None,
-    state: Optimizer | None = None,
-    max_products: int | None = None,
-    timed: bool = False,
-) -> str:
-    """Return what :func:`advise` will cost, as a sentence to print before it starts.
-
-    Args:
-        risk: The loss at a point.
-        batch_sizes: Batch sizes, which are checked. Their number hardly changes the cost.
-        state: Adam optimiser whose divisors precondition the matrix.
-        max_products: As in :func:`advise`.
-        timed: Compute one gradient, and say how many seconds all of them will take.
-    """
-    _sizes(risk, batch_sizes)
-    size = risk.space.size
-    products = _num_steps(risk, state, max_products) + _further_products(risk, state)
-    gradients, took = _gradients(risk, products), ""
-    if timed:
-        begun = time.perf_counter()
-        float(risk.gradient()[0])  # a GPU has finished when a number is read
-        took = f", about {duration(gradients * (time.perf_counter() - begun))}"
-    return (
-        f"About {gradients:.0f} gradients of {risk.num_samples:,} samples{took}: "
-        f"{products} products with the {size:,} x {size:,} matrix, of {_unit(risk):g} gradients "
-        f"each, and {TUNING.further:g} more. Trials are not counted."
-    )
-
-
-def _further_products(risk: Risk, state: Optimizer | None) -> int:
-    """Return the number of products besides those of the Lanczos run."""
-    return min(20, risk.space.size) + 8 + 13 + (0 if state is None else 20)
-
-
-def _num_steps(risk: Risk, state: Optimizer | None, max_products: int | None) -> int:
-    """Return the number of Lanczos steps, fewer if a number of products does not suffice."""
-    steps = min(TUNING.num_steps, risk.space.size)
-    if max_products is None:
-        return steps
-    further, least = _further_products(risk, state), min(TUNING.least_steps, steps)
-    check_count("max_products", max_products, low=further + least)
-    return min(steps, max_products - further)
-
-
-def _unit(risk: Risk) -> float:
-    """Return the cost of a product in gradients."""
-    layers = risk.model.modules()
-    own = [layer for layer in layers if next(layer.parameters(recurse=False), None) is not None]
-    linear = all(isinstance(layer, nn.Linear | _BatchNorm) for layer in own)
-    return TUNING.linear_cost if linear else TUNING.other_cost
-
-
-def _gradients(risk: Risk, products: float) -> float:
-    return _unit(risk) * products + TUNING.further
-
-
 def advise(
     risk: Risk,
     *,
@@ -271,7 +217,7 @@ def advise(
     Reference: *Spectral Machine Learning*, sections 5.7 and 5.8, with corrections; McCandlish et
     al. (2018) for the noise scales.
     """
-    sizes, momentum = _checked(risk, batch_sizes, optimizer, momentum, matrix, known, state)
+    sizes, momentum = _check_arguments(risk, batch_sizes, optimizer, momentum, matrix, known, state)
     make = None if verify is False else _maker(verify, optimizer, momentum)
     generator = resolve_generator(generator)
     shared: Any = {"generator": generator, "progress": progress}
@@ -313,11 +259,70 @@ def advise(
     return replace(advice, sentences=sentences, warnings=doubts)
 
 
+def advice_cost(
+    risk: Risk,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    state: Optimizer | None = None,
+    max_products: int | None = None,
+    timed: bool = False,
+) -> str:
+    """Return what :func:`advise` will cost, as a sentence to print before it starts.
+
+    Args:
+        risk: The loss at a point.
+        batch_sizes: Batch sizes, which are checked. Their number hardly changes the cost.
+        state: Adam optimiser whose divisors precondition the matrix.
+        max_products: As in :func:`advise`.
+        timed: Compute one gradient, and say how many seconds all of them will take.
+    """
+    _sizes(risk, batch_sizes)
+    size = risk.space.size
+    products = _num_steps(risk, state, max_products) + _further_products(risk, state)
+    gradients, took = _gradients(risk, products), ""
+    if timed:
+        begun = time.perf_counter()
+        float(risk.gradient()[0])  # a GPU has finished when a number is read
+        took = f", about {duration(gradients * (time.perf_counter() - begun))}"
+    return (
+        f"About {gradients:.0f} gradients of {risk.num_samples:,} samples{took}: "
+        f"{products} products with the {size:,} x {size:,} matrix, of {_unit(risk):g} gradients "
+        f"each, and {TUNING.further:g} more. Trials are not counted."
+    )
+
+
+def _further_products(risk: Risk, state: Optimizer | None) -> int:
+    """Return the number of products besides those of the Lanczos run."""
+    return min(20, risk.space.size) + 8 + 13 + (0 if state is None else 20)
+
+
+def _num_steps(risk: Risk, state: Optimizer | None, max_products: int | None) -> int:
+    """Return the number of Lanczos steps, fewer if a number of products does not suffice."""
+    steps = min(TUNING.num_steps, risk.space.size)
+    if max_products is None:
+        return steps
+    further, least = _further_products(risk, state), min(TUNING.least_steps, steps)
+    check_count("max_products", max_products, low=further + least)
+    return min(steps, max_products - further)
+
+
+def _unit(risk: Risk) -> float:
+    """Return the cost of a product in gradients."""
+    layers = risk.model.modules()
+    own = [layer for layer in layers if next(layer.parameters(recurse=False), None) is not None]
+    linear = all(isinstance(layer, nn.Linear | _BatchNorm) for layer in own)
+    return TUNING.linear_cost if linear else TUNING.other_cost
+
+
+def _gradients(risk: Risk, products: float) -> float:
+    return _unit(risk) * products + TUNING.further
+
+
 # ------------------------------------------------------------------------------------------
 # Arguments.
 
 
-def _checked(
+def _check_arguments(
     risk: Risk,
     batch_sizes: Sequence[int] | None,
     optimizer: OptimizerName,

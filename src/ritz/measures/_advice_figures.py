@@ -14,7 +14,7 @@ from ritz._core.progress import Progress
 from ritz._core.propagation import propagate
 from ritz._core.results import Estimate, Status
 from ritz.curvature import Risk
-from ritz.measures._batches import BatchPrediction
+from ritz.measures._batch_prediction import BatchPrediction
 from ritz.measures._stability import (
     ADAPTIVE,
     OptimizerName,

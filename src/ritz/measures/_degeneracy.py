@@ -172,7 +172,7 @@ def rank_degeneracy(
     truncation = (middle - (least - doubt).clamp_min(0.0)).mean()
     mass = Estimate.of(middle, truncation=truncation, **about)
     return Degeneracy(
-        mass=_judged(mass),
+        mass=_with_status(mass),
         value=Estimate.of(value, truncation=residual.mean(), **about),
         interval=(low, high),
         matrix=matrix,
@@ -228,7 +228,7 @@ def rank_bound(risk: Risk) -> RankBound:
     )
 
 
-def _judged(mass: Estimate) -> Estimate:
+def _with_status(mass: Estimate) -> Estimate:
     share = float(mass.truncation) / float(mass.mean)
     if is_below(share, TUNING.uncertain):
         return mass

@@ -17,7 +17,7 @@ from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
-from ritz.measures._curvature_noise import checked_group_size, random_groups, unseen_by
+from ritz.measures._groups import choose_group_size, group_error_factor, random_groups
 from ritz.operators import LinearOperator
 from ritz.spectra import trace
 
@@ -142,7 +142,7 @@ def noise_of(
     risk.require_separable("gradient_noise()")
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
-    group_size = checked_group_size(group_size, count)
+    group_size = choose_group_size(group_size, count)
     check_count("num_probes", num_probes, low=2)
     generator = resolve_generator(generator)
     groups = random_groups(risk, group_size, generator)
@@ -154,7 +154,7 @@ def noise_of(
     product = column_dots(gradient[:, None], op.matmat(gradient[:, None]))
     square = _exact(column_dots(gradient[:, None], gradient[:, None]), risk, "|g|^2")
     along = _exact(product.cpu() / square.mean, risk, "g'Hg / |g|^2", products=1)
-    unseen = unseen_by(groups, count)  # 0 with single samples, of which Sigma is exact
+    unseen = group_error_factor(groups, count)  # 0 with single samples, of which Sigma is exact
     method = "single samples" if group_size == 1 else f"{groups.num_batches} random groups"
     variance = _variance(deviations, scale, unseen, method, generator)
     # tr(H Sigma) = tr(scale D'HD), of order M instead of P

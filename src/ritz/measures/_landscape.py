@@ -13,10 +13,11 @@ from ritz._core.checks import check_choice, check_count, check_finite, check_pos
 from ritz._core.journal import Journal
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, probes, resolve_generator
+from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import num_correct
+from ritz.measures._groups import random_vectors
 from ritz.spectra import Spectrum
 
 # ------------------------------------------------------------------------------------------
@@ -63,15 +64,6 @@ def random_direction(risk: Risk, *, generator: torch.Generator | None = None) ->
     # The direction of a Gaussian vector is uniform on the sphere.
     unit: Tensor = vector / vector.norm()
     return unit
-
-
-def random_vectors(
-    risk: Risk, count: int, generator: torch.Generator, *, kind: Probe = "gaussian"
-) -> Tensor:
-    """Return random vectors ``(P, count)`` in weight space, of the dtype of the weights."""
-    theta = risk.theta
-    shape = (len(theta), count)
-    return probes(shape, kind=kind, generator=generator, dtype=theta.dtype, device=theta.device)
 
 
 def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:

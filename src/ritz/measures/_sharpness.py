@@ -20,129 +20,15 @@ from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary, check_risk
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
-from ritz.measures._landscape import random_vectors
+from ritz.measures._groups import random_vectors
 from ritz.measures._outliers import vector_errors
 from ritz.operators import exact
 from ritz.spectra import Spectrum, lanczos_block
 from ritz.spectra._shared import least_frobenius_norm, negative_values
 
-# ------------------------------------------------------------------------------------------
-# Traces of functions from the Lanczos runs of several probes, with simple eigenvalues counted
-# exactly.
-
-Function = Callable[[Spectrum], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """When an eigenvalue counts as simple and as found by every probe."""
-
-    # Largest sine of the angle from a Ritz vector to its eigenvector. With 1e-3 the cases of
-    # tests/measures/test_outliers.py no longer all hold.
-    converged: float = 1e-4
-    # Difference that roundoff may make in the part of a probe along a Ritz vector, where entries of
-    # the probe are of order one.
-    roundoff: float = 1e-4
-    # Other directions have parts of the same order in the angles, of which four standard deviations
-    # are allowed.
-    deviations: float = 4.0
-
-
-TUNING = Tuning()
-
-
-def traces(runs: Sequence[Spectrum], functions: Sequence[Function]) -> tuple[Tensor, int]:
-    r"""Return samples ``(f, k)`` of :math:`\operatorname{tr} f(A)`, and how many were split off.
-
-    .. math:: \operatorname{tr} f(A) = \sum_{k \in S} f(\theta_k) + (n - |S|)\, \mathbb{E}\,
-        \frac{\sum_{k \notin S} \tau_k f(\theta_k)}{\sum_{k \notin S} \tau_k}
-
-    with :math:`S` the simple eigenvalues that every probe has found. A probe minus its part in
-    their directions, normalised again, is a uniform probe of the remaining space. Plain quadrature
-    multiplies :math:`f(\theta_k)` by :math:`n \tau_k`, which has mean one and a :math:`\chi^2`
-    distribution of one degree of freedom: a standard deviation of :math:`\sqrt 2` on a number that
-    is known. If a few eigenvalues hold most of the trace of a function, that is nearly all of the
-    error.
-
-    The formula holds for a fixed :math:`S`. An eigenvalue is in :math:`S` if all probes have found
-    it, which is more likely if its weights are large. If it is just converging, the mean over two
-    or three probes was seen to be biased by a fraction of a standard error.
-
-    Cost: no products.
-
-    Args:
-        runs: One run per probe, with all values and weights; the first with the cosines of all
-            start vectors.
-        functions: Functions from a run to :math:`f` at its values, ``(m,)``.
-    """
-    places = simple_eigenvalues(runs)
-    samples = [
-        torch.stack([_sample(run, chosen, function(run)) for function in functions])
-        for run, chosen in zip(runs, places, strict=True)
-    ]
-    return torch.stack(samples, 1), places.shape[1]
-
-
-def simple_eigenvalues(runs: Sequence[Spectrum]) -> Tensor:
-    r"""Return the indices ``(k, s)``, in each run, of the simple eigenvalues that all have found.
-
-    A run finds an eigenvalue once, whatever its multiplicity, as the projection of its start vector
-    onto the eigenspace. If that space is a line, every other start vector has the part
-    :math:`|z_j^\top u| / \|z_j\| = \sqrt{\tau_j}` along the Ritz vector :math:`u` of the first
-    run. In a plane the two projections are at a random angle. So two probes suffice, except that
-    they take about one double eigenvalue in a hundred for simple; three hardly ever do.
-
-    Args:
-        runs: One run per probe. Without the cosines of all start vectors in the first, no
-            eigenvalue is returned.
-    """
-    first, others = runs[0], runs[1:]
-    if first.cosines is None or not others:
-        return torch.empty(len(runs), 0, dtype=torch.int64)
-    angles = [vector_errors(run) for run in runs]
-    simple = []
-    # Candidates are the converged values of the first run; every other run must confirm them.
-    for index in (angles[0] <= TUNING.converged).nonzero()[:, 0].tolist():
-        nearest = [int((run.values - first.values[index]).abs().argmin()) for run in others]
-        places = [index, *nearest]
-        if all(_same(runs, angles, places, other) for other in range(1, len(runs))):
-            simple.append(places)
-    return torch.tensor(simple, dtype=torch.int64).reshape(-1, len(runs)).T
-
-
-def _sample(run: Spectrum, chosen: Tensor, at: Tensor) -> Tensor:
-    rest = run.weights.clone()
-    rest[chosen] = 0
-    left, mass = run.dimension - len(chosen), rest.sum()
-    # (n - |S|) sum tau f / sum tau over the rest. Not by BLAS, whose last bit depends on where in
-    # memory a run was read to.
-    sampled = left * (rest * at).sum() / mass if left and mass > 0 else torch.zeros_like(mass)
-    return at[chosen].sum() + sampled
-
-
-def _same(
-    runs: Sequence[Spectrum], angles: Sequence[Tensor], places: Sequence[int], other: int
-) -> bool:
-    """Return whether a run's value is that of the first run, with a one-dimensional eigenspace."""
-    first, run, here, there = runs[0], runs[other], places[0], places[other]
-    # An eigenvalue lies within the residual of each Ritz value: both may have found the same one.
-    gap = abs(float(first.values[here] - run.values[there]))
-    if not is_below(gap, float(first.residuals[here] + run.residuals[there])):
-        return False
-    if first.cosines is None or not is_below(float(angles[other][there]), TUNING.converged):
-        return False
-    # On a line |z'u| / |z| = sqrt(tau).
-    along = abs(float(first.cosines[other, here]))
-    part = math.sqrt(float(run.weights[there]))
-    slack = TUNING.deviations * float(angles[0][here] + angles[other][there])
-    return is_below(abs(along - part) * math.sqrt(run.dimension), TUNING.roundoff + slack)
-
-
-# ------------------------------------------------------------------------------------------
-# Sharpness: norms, trace, negative mass and rank of the curvature, in every batch-norm mode.
-
 # Their traces are tr H, |H|_F^2, the number of negative eigenvalues, and the number of those that
 # may be negative.
+Function = Callable[[Spectrum], Tensor]
 _FUNCTIONS: tuple[Function, ...] = (
     lambda run: run.values,
     lambda run: run.values.square(),
@@ -491,3 +377,113 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
         "  interval": f"[{low:.2g}, {high:.2g}]",
         "products": f"{row.num_products:,}",
     }
+
+
+# ------------------------------------------------------------------------------------------
+# Traces of functions from the Lanczos runs of several probes, with simple eigenvalues counted
+# exactly.
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """When an eigenvalue counts as simple and as found by every probe."""
+
+    # Largest sine of the angle from a Ritz vector to its eigenvector. With 1e-3 the cases of
+    # tests/measures/test_outliers.py no longer all hold.
+    converged: float = 1e-4
+    # Difference that roundoff may make in the part of a probe along a Ritz vector, where entries of
+    # the probe are of order one.
+    roundoff: float = 1e-4
+    # Other directions have parts of the same order in the angles, of which four standard deviations
+    # are allowed.
+    deviations: float = 4.0
+
+
+TUNING = Tuning()
+
+
+def traces(runs: Sequence[Spectrum], functions: Sequence[Function]) -> tuple[Tensor, int]:
+    r"""Return samples ``(f, k)`` of :math:`\operatorname{tr} f(A)`, and how many were split off.
+
+    .. math:: \operatorname{tr} f(A) = \sum_{k \in S} f(\theta_k) + (n - |S|)\, \mathbb{E}\,
+        \frac{\sum_{k \notin S} \tau_k f(\theta_k)}{\sum_{k \notin S} \tau_k}
+
+    with :math:`S` the simple eigenvalues that every probe has found. A probe minus its part in
+    their directions, normalised again, is a uniform probe of the remaining space. Plain quadrature
+    multiplies :math:`f(\theta_k)` by :math:`n \tau_k`, which has mean one and a :math:`\chi^2`
+    distribution of one degree of freedom: a standard deviation of :math:`\sqrt 2` on a number that
+    is known. If a few eigenvalues hold most of the trace of a function, that is nearly all of the
+    error.
+
+    The formula holds for a fixed :math:`S`. An eigenvalue is in :math:`S` if all probes have found
+    it, which is more likely if its weights are large. If it is just converging, the mean over two
+    or three probes was seen to be biased by a fraction of a standard error.
+
+    Cost: no products.
+
+    Args:
+        runs: One run per probe, with all values and weights; the first with the cosines of all
+            start vectors.
+        functions: Functions from a run to :math:`f` at its values, ``(m,)``.
+    """
+    places = simple_eigenvalues(runs)
+    samples = [
+        torch.stack([_sample(run, chosen, function(run)) for function in functions])
+        for run, chosen in zip(runs, places, strict=True)
+    ]
+    return torch.stack(samples, 1), places.shape[1]
+
+
+def simple_eigenvalues(runs: Sequence[Spectrum]) -> Tensor:
+    r"""Return the indices ``(k, s)``, in each run, of the simple eigenvalues that all have found.
+
+    A run finds an eigenvalue once, whatever its multiplicity, as the projection of its start vector
+    onto the eigenspace. If that space is a line, every other start vector has the part
+    :math:`|z_j^\top u| / \|z_j\| = \sqrt{\tau_j}` along the Ritz vector :math:`u` of the first
+    run. In a plane the two projections are at a random angle. So two probes suffice, except that
+    they take about one double eigenvalue in a hundred for simple; three hardly ever do.
+
+    Args:
+        runs: One run per probe. Without the cosines of all start vectors in the first, no
+            eigenvalue is returned.
+    """
+    first, others = runs[0], runs[1:]
+    if first.cosines is None or not others:
+        return torch.empty(len(runs), 0, dtype=torch.int64)
+    angles = [vector_errors(run) for run in runs]
+    simple = []
+    # Candidates are the converged values of the first run; every other run must confirm them.
+    for index in (angles[0] <= TUNING.converged).nonzero()[:, 0].tolist():
+        nearest = [int((run.values - first.values[index]).abs().argmin()) for run in others]
+        places = [index, *nearest]
+        if all(_same(runs, angles, places, other) for other in range(1, len(runs))):
+            simple.append(places)
+    return torch.tensor(simple, dtype=torch.int64).reshape(-1, len(runs)).T
+
+
+def _sample(run: Spectrum, chosen: Tensor, at: Tensor) -> Tensor:
+    rest = run.weights.clone()
+    rest[chosen] = 0
+    left, mass = run.dimension - len(chosen), rest.sum()
+    # (n - |S|) sum tau f / sum tau over the rest. Not by BLAS, whose last bit depends on where in
+    # memory a run was read to.
+    sampled = left * (rest * at).sum() / mass if left and mass > 0 else torch.zeros_like(mass)
+    return at[chosen].sum() + sampled
+
+
+def _same(
+    runs: Sequence[Spectrum], angles: Sequence[Tensor], places: Sequence[int], other: int
+) -> bool:
+    """Return whether a run's value is that of the first run, with a one-dimensional eigenspace."""
+    first, run, here, there = runs[0], runs[other], places[0], places[other]
+    # An eigenvalue lies within the residual of each Ritz value: both may have found the same one.
+    gap = abs(float(first.values[here] - run.values[there]))
+    if not is_below(gap, float(first.residuals[here] + run.residuals[there])):
+        return False
+    if first.cosines is None or not is_below(float(angles[other][there]), TUNING.converged):
+        return False
+    # On a line |z'u| / |z| = sqrt(tau).
+    along = abs(float(first.cosines[other, here]))
+    part = math.sqrt(float(run.weights[there]))
+    slack = TUNING.deviations * float(angles[0][here] + angles[other][there])
+    return is_below(abs(along - part) * math.sqrt(run.dimension), TUNING.roundoff + slack)

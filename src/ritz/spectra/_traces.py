@@ -18,7 +18,7 @@ from ritz._core.sampling import (
     Sampling,
     check_samples,
     column_dots,
-    doubted,
+    doubt_equal_samples,
     draw_probes,
     is_settled,
 )
@@ -136,7 +136,7 @@ def frobenius_norm(
         mean = estimate.mean.sqrt()
         error = estimate.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
         root = replace(estimate, mean=mean, stderr=error, truncation=_eps(op) * mean)
-        root = root if samples.complete else doubted(root)
+        root = root if samples.complete else doubt_equal_samples(root)
         return replace(root.scaled(unit), samples=None if samples.complete else samples.values)
 
     return plan.run(op, measure, finish, generator=generator, progress=progress, label="norm")
@@ -198,7 +198,7 @@ def _hutchinson(
     method = f"Hutch++, sketch of rank {rank}" if rank else "Hutchinson"
     basis, inside, magnitude = None, 0.0, 0.0
     if rank and 2 * rank + plan.num_probes >= op.shape[0]:
-        return _by_unit_vectors(op).judged(plan.rtol)
+        return _by_unit_vectors(op).with_status(plan.rtol)
     if rank:
         image = op.matmat(draw_probes(op, rank, kind=plan.probe, generator=generator))
         check_samples(image.T, 0)
@@ -233,7 +233,7 @@ def _xtrace(
         for count in looks:
             if count == op.shape[0]:
                 known = _by_unit_vectors(op)
-                return replace(known, num_products=spent + count).judged(plan.rtol)
+                return replace(known, num_products=spent + count).with_status(plan.rtol)
             fresh = draw_probes(op, count - omega.shape[1], kind="gaussian", generator=generator)
             omega, image = torch.cat([omega, fresh], 1), torch.cat([image, op.matmat(fresh)], 1)
             check_samples(image.T, 0)
@@ -247,7 +247,7 @@ def _xtrace(
             # so two of them covary through pairs of probes at least. If pairs were all, the
             # variance would at most double: hence the factor sqrt(2). Measured on flat, power-law
             # and exponential spectra, the naive error is too small by 1 to 1.6.
-            estimate = replace(estimate, stderr=2**0.5 * estimate.stderr).judged(plan.rtol)
+            estimate = replace(estimate, stderr=2**0.5 * estimate.stderr).with_status(plan.rtol)
             bar.update(count)
             if is_settled(estimate, plan.rtol):
                 break
@@ -364,7 +364,7 @@ def diagonal(
         for goal in looks:
             if goal == op.shape[0]:
                 known = _by_unit_vectors(op, "diagonal")
-                return replace(known, num_products=running.count + goal).judged(rtol)
+                return replace(known, num_products=running.count + goal).with_status(rtol)
             while running.count < goal:
                 width = min(plan.width(op), goal - running.count)
                 block = draw_probes(op, width, kind=probe, generator=generator)
@@ -374,7 +374,7 @@ def diagonal(
                 bar.update(running.count)
             estimate = running.estimate("mean of z * (A z)" + reason, seed)
             # z_i (A z)_i is linear in the other signs, so two of its values are equally likely.
-            estimate = doubted(estimate, alike=FEWEST).judged(rtol)
+            estimate = doubt_equal_samples(estimate, alike=FEWEST).with_status(rtol)
             if is_settled(estimate, plan.rtol):
                 break
     return estimate

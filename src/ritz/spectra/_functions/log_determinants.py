@@ -28,7 +28,12 @@ from ritz.operators import (
 )
 from ritz.spectra._functions.quadrature import Budget, Known, Sampler
 from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_size
-from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged, unit_probes
+from ritz.spectra._functions.trace_functions import (
+    by_chebyshev,
+    by_maxent,
+    unit_probes,
+    with_seed_and_status,
+)
 from ritz.spectra._logdet_gradient import attach_gradient
 from ritz.spectra._positive_definite import (
     NotPositiveDefiniteError,
@@ -160,7 +165,7 @@ def logdet(
     if method != "cholesky" and op.shape[0] <= (num_probes or TUNING.few):
         method = "krylov"
     budget = Budget(num_products, num_probes, num_probes or 0, floor, rtol, generator, progress)
-    estimate = judged(_METHODS[method](op, budget), budget)
+    estimate = with_seed_and_status(_METHODS[method](op, budget), budget)
     return attach_gradient(estimate, op, generator=generator)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ritz._core.checks import check_range, is_below
 from ritz._core.progress import Progress
 from ritz._core.results import Estimate, power_of_two, stderr
-from ritz._core.sampling import ROUNDOFF, doubling, doubted, is_settled
+from ritz._core.sampling import ROUNDOFF, doubling, doubt_equal_samples, is_settled
 from ritz.operators import LinearOperator
 from ritz.spectra._lanczos import Recurrence, Reorthogonalization, advance, start_runs, step
 from ritz.spectra._positive_definite import not_positive
@@ -552,8 +552,8 @@ class Sampler:
         # If every probe is an eigenvector, the matrix is a multiple of the identity.
         beside = spaces.matrices.diagonal(1, 1, 2)
         if bool(spaces.couplings.any()) or bool(beside.any()):
-            estimate = doubted(estimate)
-        return estimate.judged(self.budget.rtol, ADVICE)
+            estimate = doubt_equal_samples(estimate)
+        return estimate.with_status(self.budget.rtol, ADVICE)
 
     def pilot(self, num_products: int, later: int) -> tuple[Projections, int]:
         """Return spaces of a few vectors, with runs that grow until truncation does not matter.

@@ -137,7 +137,7 @@ def trace_function(
     if affordable or method == "auto":
         method = "eigenvalues" if affordable else "lanczos"
     if method != "lanczos":
-        return judged(_METHODS[method](op, budget, function), budget)
+        return with_seed_and_status(_METHODS[method](op, budget, function), budget)
     with tracking(progress, "trace of a function", budget.num_products) as bar:
         sampler = Sampler(
             op=op,
@@ -162,10 +162,10 @@ def unit_probes(op: LinearOperator, count: int, kind: Probe, generator: torch.Ge
     return unit
 
 
-def judged(estimate: Estimate, budget: Budget) -> Estimate:
+def with_seed_and_status(estimate: Estimate, budget: Budget) -> Estimate:
     """Return the estimate with the seed, and the status that its errors give it."""
     seeded = replace(estimate, seed=budget.generator.initial_seed())
-    return seeded.judged(budget.rtol, ADVICE)
+    return seeded.with_status(budget.rtol, ADVICE)
 
 
 # ------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def _by_moments(
         together = replace(
             measured, samples=drawn, mean=drawn.mean(0), stderr=stderr(drawn), num_products=spent
         )
-        estimate = judged(finish(together), budget)
+        estimate = with_seed_and_status(finish(together), budget)
         if is_settled(estimate, budget.rtol):
             break
     return estimate

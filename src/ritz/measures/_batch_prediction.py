@@ -23,10 +23,9 @@ from ritz.measures._batch_models import (
     of_samples,
     subspace,
 )
-from ritz.measures._curvature_noise import check_batch_sizes, check_groups
-from ritz.measures._landscape import random_vectors
+from ritz.measures._batch_subspace import Projections, project, small_batches
+from ritz.measures._groups import check_batch_sizes, check_groups, random_groups, random_vectors
 from ritz.measures._outliers import vector_errors
-from ritz.measures._subspace import Projections, project, small_batches
 from ritz.operators import ShiftedOperator
 from ritz.spectra import Eigenpairs, Spectrum, eigenpairs
 
@@ -155,69 +154,6 @@ class BatchPrediction:
             f"batches; {self.num_vectors} eigenvectors, groups of {self.group_size}"
         )
         return "\n".join(lines)
-
-
-def homogeneity(result: BatchPrediction) -> float:
-    r"""Return :math:`V(\varphi_1) / P \sigma^2`, which is 1 for homogeneous noise and for none."""
-    # Variances below the squared roundoff of the eigenvalue are zero.
-    noise = float(result.along), float(result.variance)
-    roundoff = (1e-12 * float(result.lambda_max)) ** 2
-    return 1.0 if is_below(max(noise), roundoff) else noise[0] / max(noise[1], 1e-300)
-
-
-def bracketed(result: BatchPrediction, name: str, place: int, text: str) -> str:
-    """Return a number of a prediction as text, in brackets if it is not to be trusted."""
-    return text if result.trusted[name][place] else f"({text})"
-
-
-def _trusted(
-    sizes: tuple[int, ...],
-    few: Sequence[int],
-    lambda_max: Estimate,
-    best: BatchCurve,
-    curves: Mapping[str, BatchCurve],
-) -> dict[str, tuple[bool, ...]]:
-    """Return whether to trust each prediction, for each batch size."""
-    top, value = float(lambda_max), best.value.mean
-    rules = {
-        "subspace": torch.tensor([size not in few for size in sizes]),
-        # A shift V / (b lambda) beyond a half of lambda is no longer small, as second order asks.
-        "directional": (curves["directional"].value.mean - top).abs()
-        <= TUNING.second_order * abs(top),
-    }
-    for name in ("additive", "multiplicative"):
-        gap = (curves[name].value.mean - value).abs()
-        rules[name] = gap <= TUNING.agreement * value.abs()
-    # NaN, of a model that does not apply, is never below anything.
-    return {name: tuple(rule.tolist()) for name, rule in rules.items()}
-
-
-def _verdicts(result: BatchPrediction) -> list[str]:
-    """Return when to trust which prediction, and which assumptions of the models fail."""
-    lines = [
-        "trust the first three columns; a number in brackets is outside of the range of its model:",
-        f"  `directional` where it moves lambda_1 by more than {TUNING.second_order:.0%},",
-        f"  the papers' models where they are more than {TUNING.agreement:.0%} off,",
-        "  `subspace` below the size of a group",
-    ]
-    ratio = homogeneity(result)
-    if not is_below(ratio, TUNING.homogeneous):
-        lines.append(
-            f"the additive model does not apply: V(phi_1) is {ratio:.3g} times P sigma^2, which it "
-            "takes for equal"
-        )
-    if bool(result.multiplicative.value.mean.isnan().any()):
-        lines.append("the multiplicative model does not apply: the mean eigenvalue is not positive")
-    heavy = [
-        f"{size:,}"
-        for size, share in zip(result.batch_sizes, result.lindeberg.tolist(), strict=True)
-        if not is_below(share, TUNING.lindeberg)
-    ]
-    if heavy:
-        lines.append(
-            "single samples dominate batches of " + ", ".join(heavy) + ": the noise is not normal"
-        )
-    return lines
 
 
 def batch_prediction(
@@ -458,10 +394,7 @@ def _projections(
     # Orthogonal ones, if they span all that is outside: their mean is exact.
     complete = num_probes == len(basis) - basis.shape[1]
     probes = torch.linalg.qr(probes)[0] if complete else probes / probes.norm(dim=0)
-    order = torch.randperm(count, generator=generator, device=generator.device)
-    # Groups of one size: the rest is left out at random.
-    used = order[: count // group_size * group_size].to(risk.theta.device)
-    groups = risk.samples(used, batch_size=group_size)
+    groups = random_groups(risk, group_size, generator)
     return project(groups, basis, probes, matrix=matrix, num_samples=count, progress=progress)
 
 
@@ -536,3 +469,70 @@ def _merge(
         overlap=merge(predicted.overlap, measured.overlap),
         source=tuple(source),
     )
+
+
+# ------------------------------------------------------------------------------------------
+# Which predictions to trust.
+
+
+def homogeneity(result: BatchPrediction) -> float:
+    r"""Return :math:`V(\varphi_1) / P \sigma^2`, which is 1 for homogeneous noise and for none."""
+    # Variances below the squared roundoff of the eigenvalue are zero.
+    noise = float(result.along), float(result.variance)
+    roundoff = (1e-12 * float(result.lambda_max)) ** 2
+    return 1.0 if is_below(max(noise), roundoff) else noise[0] / max(noise[1], 1e-300)
+
+
+def bracketed(result: BatchPrediction, name: str, place: int, text: str) -> str:
+    """Return a number of a prediction as text, in brackets if it is not to be trusted."""
+    return text if result.trusted[name][place] else f"({text})"
+
+
+def _trusted(
+    sizes: tuple[int, ...],
+    few: Sequence[int],
+    lambda_max: Estimate,
+    best: BatchCurve,
+    curves: Mapping[str, BatchCurve],
+) -> dict[str, tuple[bool, ...]]:
+    """Return whether to trust each prediction, for each batch size."""
+    top, value = float(lambda_max), best.value.mean
+    rules = {
+        "subspace": torch.tensor([size not in few for size in sizes]),
+        # A shift V / (b lambda) beyond a half of lambda is no longer small, as second order asks.
+        "directional": (curves["directional"].value.mean - top).abs()
+        <= TUNING.second_order * abs(top),
+    }
+    for name in ("additive", "multiplicative"):
+        gap = (curves[name].value.mean - value).abs()
+        rules[name] = gap <= TUNING.agreement * value.abs()
+    # NaN, of a model that does not apply, is never below anything.
+    return {name: tuple(rule.tolist()) for name, rule in rules.items()}
+
+
+def _verdicts(result: BatchPrediction) -> list[str]:
+    """Return when to trust which prediction, and which assumptions of the models fail."""
+    lines = [
+        "trust the first three columns; a number in brackets is outside of the range of its model:",
+        f"  `directional` where it moves lambda_1 by more than {TUNING.second_order:.0%},",
+        f"  the papers' models where they are more than {TUNING.agreement:.0%} off,",
+        "  `subspace` below the size of a group",
+    ]
+    ratio = homogeneity(result)
+    if not is_below(ratio, TUNING.homogeneous):
+        lines.append(
+            f"the additive model does not apply: V(phi_1) is {ratio:.3g} times P sigma^2, which it "
+            "takes for equal"
+        )
+    if bool(result.multiplicative.value.mean.isnan().any()):
+        lines.append("the multiplicative model does not apply: the mean eigenvalue is not positive")
+    heavy = [
+        f"{size:,}"
+        for size, share in zip(result.batch_sizes, result.lindeberg.tolist(), strict=True)
+        if not is_below(share, TUNING.lindeberg)
+    ]
+    if heavy:
+        lines.append(
+            "single samples dominate batches of " + ", ".join(heavy) + ": the noise is not normal"
+        )
+    return lines

@@ -12,6 +12,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.sampling import check_samples, column_dots
 from ritz.curvature import Risk
 from ritz.curvature._shared import CurvatureMatrix, batch_products
+from ritz.measures._groups import without_replacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +28,6 @@ class Tuning:
 
 
 TUNING = Tuning()
-
-
-def without_replacement(size: float, num_samples: int) -> float:
-    r"""Return the variance of a mean of :math:`B` distinct samples over that of one sample.
-
-    .. math:: \Big(\frac1B - \frac1N\Big) \frac{N}{N - 1}
-
-    It is exactly 0 for ``B = N``.
-    """
-    return (num_samples - size) / (size * (num_samples - 1)) if num_samples > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
