@@ -295,6 +295,13 @@ def test_the_module_map_is_complete():
     assert not listed - there
 
 
+def test_every_file_that_the_architecture_names_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([a-z0-9_/]+/[a-z0-9_]+\.py)`", text))
+    assert named
+    assert not {name for name in named if not any((at / name).is_file() for at in (SOURCE, ROOT))}
+
+
 def test_the_number_of_public_names_is_limited():
     top = set(ritz.__all__)
     everywhere = {

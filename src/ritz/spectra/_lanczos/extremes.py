@@ -48,21 +48,24 @@ Certificate = Literal["random", "inertia", "none"]
 class Tuning:
     """Constants of the search for extreme eigenvalues."""
 
-    # Probability that an eigenvalue outside of the bounds, or a wanted pair, is missed. It enters
-    # the number of steps as its logarithm: 0.001 costs a fifth more steps than 0.01. With 0.01 the
-    # norm of a 7 x 7 x 7 grid missed its bar in 1 of 20 runs, with 0.001 in none of 40.
+    # Probability that an eigenvalue outside of the bounds, or a wanted pair, is missed. The number
+    # of steps grows with its logarithm: 0.001 costs a fifth more steps than 0.01. With 0.01 the
+    # norm of a 7 x 7 x 7 grid was outside of its interval in 1 of 20 runs, with 0.001 in none of
+    # 40.
     missed: float = 0.001
-    # Steps beyond the number of wanted pairs before the first check, and between two checks of
-    # pairs and of bounds. After two or three steps only the bulk has been seen.
+    # Number of steps before the first check, in addition to the number of wanted pairs. After two
+    # or three steps a Krylov space represents the bulk only.
     patience: int = 10
-    # Least number of basis vectors, and bytes up to which it is the larger one. With 20 and 40 the
-    # six smallest pairs of a grid of 10,000 rows take 678 and 431 products; of 160,000 rows more
-    # than 20,000 and 2,233 (benchmarks/multiplicity.py, rtol 1e-6). Easy matrices take as many.
+    # Number of steps between two checks, of pairs and of bounds.
+    spacing_pairs: int = 5
+    spacing_bounds: int = 2
+    # Smallest default of max_vectors, and the number of bytes up to which it is the long one. With
+    # 20 and 40 vectors the six smallest pairs of a grid of 10,000 rows take 678 and 431 products;
+    # of 160,000 rows more than 20,000 and 2,233 (benchmarks/multiplicity.py, rtol 1e-6). For easy
+    # matrices both take the same number.
     short_basis: int = 20
     long_basis: int = 40
     basis: int = 2**28
-    spacing_pairs: int = 5
-    spacing_bounds: int = 2
 
 
 TUNING = Tuning()
@@ -132,12 +135,12 @@ def eigenpairs(
     r"""Return extreme eigenvalues and eigenvectors to a tolerance, by Lanczos with thick restarts.
 
     Compare :func:`scipy.sparse.linalg.eigsh`. Eigenvalues are repeated as often as in the matrix.
-    A Krylov space holds one eigenvector of each eigenvalue, so the pairs that have converged are
-    locked, and a new random start in their orthogonal complement looks for others that are as
-    extreme, until it finds none.
+    A Krylov space contains one eigenvector of each eigenvalue. So converged pairs are locked, and
+    the run continues from a new random vector in their orthogonal complement, until no further
+    pair is as extreme.
 
     ============  =======================================  =========================================
-    ``certify``   what may be missed                       cost
+    ``certify``   may be missed                            cost
     ============  =======================================  =========================================
     ``random``    nothing, with probability 0.999 over     1.3 times the products of ``none``; twice
                   the random starts                        as many with repeated eigenvalues
@@ -164,10 +167,10 @@ def eigenpairs(
         max_steps: Maximum number of products. Defaults to 200 per wanted pair, at least 2000.
         max_vectors: Maximum number of basis vectors; beyond it the run restarts from the best Ritz
             vectors. Defaults to ``2 k + 4`` for ``k`` wanted pairs, at least 20, and at least 40
-            if these take less than 256 MB.
+            if 40 vectors take less than 256 MB.
         vectors: Return the eigenvectors. They overwrite the basis, so they need no more memory.
         start: Start vector ``(n,)``. Defaults to a random one.
-        certify: How to make sure that no pair was missed; see the table.
+        certify: How to verify that no pair was missed; see the table.
         reorthogonalize: ``full``, or ``partial``, which is cheaper per step but cannot restart: its
             ``max_vectors`` defaults to ``max_steps``. See :func:`ritz.lanczos`.
         placement: Where the basis is stored: ``device``, ``host``, or ``spread`` over processes.
@@ -227,8 +230,8 @@ class Bounds(HasStatus):
     Attributes:
         low: Lower end.
         high: Upper end.
-        rigorous: Whether the interval certainly contains all eigenvalues. Bounds by Lanczos do so
-            with probability 0.999 over the start vector.
+        rigorous: Whether the interval certainly contains all eigenvalues. Bounds by Lanczos contain
+            them with probability 0.999 over the start vector.
         num_products: Number of products.
         method: How the ends were computed.
         status: Whether the ends reached the tolerance.
@@ -264,17 +267,17 @@ def bounds(
 ) -> Bounds:
     r"""Return an interval that contains the spectrum.
 
-    ``gershgorin`` needs an explicit matrix and no product. It is certain but wide. ``lanczos``
-    makes steps until the interval is wider than that of the Ritz values, which lie within the
-    spectrum, by at most ``rtol`` times the norm at each end. An eigenvalue outside of the interval
-    would have been missed with probability 0.001 at most. ``auto`` intersects the two.
+    ``gershgorin`` needs an explicit matrix and no product. Its interval is certain but wide.
+    ``lanczos`` takes steps until the interval exceeds the extreme Ritz values by at most ``rtol``
+    times the norm at each end. Its interval contains the spectrum with probability 0.999. ``auto``
+    intersects the two.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         method: See above.
         rtol: Margin, relative to the norm.
-        max_steps: Maximum number of products; 20 to 60 are usual. At this number the
-            interval still contains the spectrum, but may be wide.
+        max_steps: Maximum number of products; 20 to 60 are usual. If it is reached, the interval
+            still contains the spectrum with this probability, but may be wide.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
@@ -342,7 +345,7 @@ def spectral_norm(
 
 
 # ------------------------------------------------------------------------------------------
-# The search for extreme pairs: what is wanted, and the run with its stopping rule.
+# The search for extreme pairs: its goal, and the run with its stopping rule.
 
 
 class _Goal:
@@ -372,7 +375,7 @@ class _Goal:
         self.rtol = eps**0.5 if rtol is None else rtol
         check_range("rtol", self.rtol, low=eps, high=1.0)
         check_choice("certify", certify, get_args(Certificate))
-        # With "bounds" or "norm" the values matter at the ends alone, and vectors not at all.
+        # For "bounds" or "norm" only the end values must be accurate, and no vectors.
         self.certify, self.ends = certify, ends
         low, high = discs or (-math.inf, math.inf)
         self.discs = {-1: low, 1: high}
@@ -426,14 +429,14 @@ class _Goal:
 
 
 class _Search:
-    """One run in progress: step, check, restart, lock, continue in a fresh direction, save.
+    """One run in progress: step, check, restart, lock, begin with a new start vector, save.
 
     Args:
-        goal: What is wanted.
+        goal: The wanted pairs and the limits.
         saved: The run and its journal.
         seed: Seed of further start vectors.
-        random: Whether the start vector is random. If not, it says nothing about eigenvalues that
-            were not found.
+        random: Whether the start vector is random. Only then the probability of missing an
+            eigenvalue is known.
     """
 
     def __init__(self, goal: _Goal, saved: SavedRuns, seed: int, *, random: bool = True) -> None:
@@ -465,7 +468,7 @@ class _Search:
         return max(self.goal.rtol * self.run.scale, self.roundoff)
 
     def advance(self, progress: bool | Progress) -> Status:
-        """Make steps until the goal or ``max_steps`` is reached."""
+        """Take steps until the goal or ``max_steps`` is reached; return the status."""
         self.progress = self.saved.load() or self.progress
         with tracking(progress, "Lanczos", self.goal.max_steps) as bar:
             while True:
@@ -479,10 +482,11 @@ class _Search:
                 self.saved.save(self.progress)
 
     def bound(self, side: int) -> float:
-        """Return the point beyond which an eigenvalue is missed with probability ``missed``.
+        """Return the bound of the spectrum on one side (-1 or 1).
 
-        Or the end of Gershgorin's discs, if that is nearer. It lies beyond the roundoff of the last
-        Ritz value.
+        An eigenvalue beyond it is missed with probability ``missed``. If Gershgorin's discs end
+        nearer, their end is the bound. The bound exceeds the extreme Ritz value by its roundoff at
+        least.
         """
         values, log_missed = self.run.ritz_pairs()[0], self._log_missed()
         limit = math.log(TUNING.missed / 2)
@@ -500,7 +504,7 @@ class _Search:
         return bound if side * bound <= side * disc else disc
 
     def _check(self) -> Status | None:
-        """Return the status if the run is over; otherwise prepare the next step."""
+        """Return the status if the run is over; otherwise prepare the next step: restart or lock."""
         run, goal, n = self.run, self.goal, self.op.shape[0]
         if run.size == n and not run.locked:
             return invariant_status(n, n)
@@ -526,14 +530,14 @@ class _Search:
             doubts = map(self._log_missed(), edges.values())
             self._begin(doubt=0.0 if hidden else max(doubts))
         elif reached and hidden and is_below(2**0.5 * run.neglect(chosen), self.tolerance):
-            # Half of the tolerance, in squares, is left for pairs that are found later.
+            # Half of the squared tolerance remains for pairs that are locked later.
             self._begin(doubt=0.0)
         elif run.size == goal.max_vectors:
             self._restart()
         return None
 
     def _edges(self, values: Tensor) -> dict[int, float]:
-        """Return the innermost wanted value of each end, moved outwards by the tolerance."""
+        """Return, by side, the innermost wanted value, moved outwards by the tolerance."""
         goal, norm = self.goal, float(values.abs().max())
         if goal.ends == "norm":
             return {side: side * norm * (1 + goal.rtol) for side in (-1, 1)}
@@ -546,10 +550,10 @@ class _Search:
         return edges
 
     def _hidden(self, edges: dict[int, float]) -> bool:
-        """Return whether the current start vector cannot have found all pairs beyond the edges.
+        """Return whether pairs beyond the edges may be hidden from the current start vector.
 
-        It finds one eigenvector of each eigenvalue. Copies of a value at the edge itself do not
-        matter.
+        Its Krylov space contains one eigenvector of each eigenvalue, so it hides copies. Copies of
+        the value at the edge itself do not matter.
         """
         active = self.run.active_pairs()[0]
         ends = {-1: float(active[0]), 1: float(active[-1])}
@@ -562,7 +566,7 @@ class _Search:
         if self.goal.certify == "none" or self.run.size == self.op.shape[0]:
             return True
         if self.goal.certify == "random":
-            # Each of two ends has half of the probability. Nothing lies beyond Gershgorin's discs.
+            # Each end gets half of the probability. No eigenvalue lies beyond Gershgorin's discs.
             limit, log_missed = math.log(TUNING.missed / 2), self._log_missed()
             return not hidden and all(
                 side * edge >= side * self.goal.discs[side] or is_below(log_missed(edge), limit)
@@ -577,17 +581,17 @@ class _Search:
         return True
 
     def _log_missed(self) -> Callable[[float], float]:
-        """Return the logarithm of the probability that an eigenvalue beyond a point was missed."""
-        # A random unit vector has a part below sqrt(w) along an eigenvector with probability
-        # sqrt(2 n w / pi) at most, and w <= 1 / sum_j p_j^2.
-        if not self.run.scale:  # only zero maps a random vector to zero
+        """Return a function of a point: the log probability of missing an eigenvalue beyond it."""
+        # The component of a random unit vector along an eigenvector is below sqrt(w) with
+        # probability at most sqrt(2 n w / pi), and w <= 1 / sum_j p_j^2.
+        if not self.run.scale:  # the product of a random vector is zero only for the zero matrix
             return lambda point: -math.inf
         doubt, christoffel = self.progress["doubt"], self.run.log_christoffel()
         log_n = math.log(2 * self.op.shape[0] / math.pi)
         return lambda point: doubt + min(0.0, (log_n - christoffel(point)) / 2)
 
     def _restart(self) -> None:
-        """Keep the wanted pairs and, in half of the room left, their neighbours."""
+        """Restart with the wanted pairs and their neighbours in half of the remaining basis."""
         goal, locked = self.goal, len(self.run.locked)
         wanted = 0 if locked else goal.wanted
         count = wanted + (goal.max_vectors - locked - wanted) // 2
@@ -599,7 +603,7 @@ class _Search:
         )
 
     def _begin(self, *, doubt: float) -> None:
-        """Lock the wanted pairs, and look for others in their orthogonal complement."""
+        """Lock the wanted pairs, and begin with a random vector in their orthogonal complement."""
         self.run.lock(self.goal.extremes(self.run.size))
         fresh = torch.Generator().manual_seed((self.seed + self.spent) % 2**63)
         self.run.begin(random_start(self.op, fresh))

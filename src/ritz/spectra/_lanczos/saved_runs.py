@@ -22,7 +22,7 @@ class SavedRuns:
     Args:
         op: The operator of the runs.
         starts: Start vectors of the runs, each ``(n,)``.
-        capacity: Rows of each basis that are allocated at once.
+        capacity: Number of rows of each basis to allocate.
         settings: Settings of the run, among them ``reorthogonalize`` and ``placement``.
         path: File of the state; ``None`` if none is saved.
         interval: Seconds between saves.
@@ -64,16 +64,16 @@ class SavedRuns:
         }
 
     def load(self) -> dict[str, int] | None:
-        """Reset the runs to the newest usable state and return its progress; ``None`` without one.
+        """Restore the newest usable state and return its progress; ``None`` if there is none.
 
-        Cost: one product, which shows whether the operator is that of the saved state.
+        Cost: one product, to check that the operator is that of the saved state.
         """
         state = self.journal.load(self._restore)
         if state is None:
             return None
         run = next((run for run in self.runs if not run.exhausted), self.runs[0])
         change = difference(self.op, run)
-        # All processes raise together: one that continued would wait for the others for ever.
+        # All processes raise together; otherwise those that continue would wait forever.
         if not all_min(int(change is None), self.journal.group):
             raise ValueError(
                 f"state at {self.journal.path} was made with another operator, of other weights or "
@@ -86,7 +86,7 @@ class SavedRuns:
         """Save the runs after ``progress["spent"]`` steps, if that is due."""
         if not self.journal.due():
             return
-        # Rows of the basis change at a restart, and in each step if there are two of them.
+        # A restart changes all rows of the basis. A basis of two rows changes in every step.
         changing = "spent" if self.runs[0].mode == "none" else "restarts"
         self.journal.save(
             {"progress": progress, "runs": [run.memory() for run in self.runs]},
@@ -104,17 +104,16 @@ class SavedRuns:
 
 
 def difference(op: LinearOperator, run: Recurrence) -> str | None:
-    r"""Return how the operator differs from the one of the run, or ``None`` if it does not.
+    r"""Return how the operator differs from that of the run, or ``None`` if it is the same.
 
-    One product with a row of the basis is computed again:
+    One product with a row of the basis is computed again and compared with
 
     .. math:: A v_k = \sum_i T_{ik} v_i + c_k v_{m+1}
 
-    Its norm and :math:`v_k^\top A v_k` must agree to the square root of roundoff. This detects a
-    matrix scaled by 1.001 even in single precision, because noise in the product averages out in
-    the norm and in the quadratic form. It does not average out in the vector itself, which must
-    agree to the tolerance that the check of symmetry has. This detects other data that give a
-    product of the same norm.
+    Its norm and :math:`v_k^\top A v_k` must agree to the square root of machine precision. Noise in
+    the product averages out in these two numbers, so that a matrix scaled by 1.001 is detected even
+    in single precision. Noise does not average out in the vector itself, which must agree to the
+    tolerance of the symmetry check. This detects other data with a product of the same norm.
 
     Cost: one product and one read of the basis.
     """
@@ -142,7 +141,7 @@ def _known_product(run: Recurrence) -> tuple[int, Tensor, float]:
     size, basis_size = run.size, run.basis.size
     if run.mode == "none":
         # Two rows are stored. A v_j = beta_{j-1} v_{j-1} + alpha_j v_j + beta_j v_{j+1}: the last
-        # product known is that of the older row, whose predecessor is gone.
+        # known product is that of the older row. Its predecessor v_{j-1} is no longer stored.
         column = torch.zeros(basis_size, dtype=torch.float64)
         before = run.betas[-2] if size > 1 else 0.0
         row = run.newest if run.exhausted else 1 - run.newest

@@ -29,7 +29,7 @@ from ritz.spectra._lanczos.steps import advance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanczosResult(HasStatus):
-    """What all results of Lanczos runs record; :class:`Spectrum` documents the attributes."""
+    """Base class of results of Lanczos runs; :class:`Spectrum` documents the attributes."""
 
     values: Tensor
     residuals: Tensor
@@ -52,7 +52,7 @@ class Spectrum(LanczosResult):
 
     The weighted values are a discrete density that matches the moments
     :math:`z^\top A^j z`, :math:`j \le 2m - 1`, of the unit start vector :math:`z`.
-    They are *not* the ``m`` largest eigenvalues; the residuals say which are eigenvalues at all.
+    They are *not* the ``m`` largest eigenvalues. A value with a small residual is an eigenvalue.
 
     Attributes:
         values: Ritz values :math:`\theta_k`, ascending, ``(m,)``, float64.
@@ -199,10 +199,10 @@ def lanczos_block(
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         num_steps: Number of steps, at most ``n``.
-        num_probes: Number of runs, unless ``start`` is given.
+        num_probes: Number of runs. Ignored if ``start`` is passed.
         start: Start vectors ``(n, k)``. Defaults to random ones.
-        against: Vectors ``(n, c)`` whose cosines with the Ritz vectors to return. Each costs one
-            read of the basis; the Ritz vectors are not formed.
+        against: Vectors ``(n, c)``. Their cosines with the Ritz vectors are returned as ``cosines``.
+            Each costs one read of the basis; the Ritz vectors are not formed.
         vectors: Return Ritz vectors.
         reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`lanczos`.
         group: Processes that run together, for ``state``.
@@ -236,7 +236,7 @@ def random_start(op: LinearOperator, generator: torch.Generator) -> Tensor:
 
 
 def start_vector(op: LinearOperator, start: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Return the checked start vector of the caller, or a random one."""
+    """Return ``start``, checked, or a random vector."""
     if start is None:
         return random_start(op, generator)
     check_tensor("start", start, dtype=op.dtype, device=op.device, rows=op.shape[0])
@@ -321,7 +321,7 @@ def _check_settings(
 def _totals(spectrum: Spectrum) -> list[str]:
     weights, values, n = spectrum.weights, spectrum.values, spectrum.dimension
     bound = f"spectral norm >= {float(values.abs().max()):.6g}"
-    if spectrum.seed is None:  # a chosen start vector is no sample of anything
+    if spectrum.seed is None:  # estimates of the trace and so on need a random start vector
         return [f"  {bound}"]
     # One probe: tr A ~ n sum_k tau_k theta_k and |A|_F^2 ~ n sum_k tau_k theta_k^2. A quadratic
     # form z'Mz of random signs has at most the variance 2 |M|_F^2, taken from the same probe for
@@ -336,14 +336,14 @@ def _totals(spectrum: Spectrum) -> list[str]:
 
     nearest = float(values[values.abs().argmin()])
     # Values within roundoff of each other are one: a closed Krylov space repeats them.
-    there = (values - nearest).abs() <= 2 * spectrum.roundoff
+    at_nearest = (values - nearest).abs() <= 2 * spectrum.roundoff
     low, high = negative_values(spectrum)
     undecided = f", sign undecided {mass(high & ~low)}" if bool((high & ~low).any()) else ""
     return [
-        # The Frobenius norm has all its digits: rounded to its error it may be below the bound.
+        # The Frobenius norm is not rounded to its error: it could then be below the lower bound.
         f"  trace {format_uncertain(n * first, 2**0.5 * norm)}, "
         f"Frobenius norm {norm:.5g} ± {spread:.2g}, {bound}",
-        f"  negative mass {mass(low)}{undecided}, mass nearest to zero {mass(there)} "
+        f"  negative mass {mass(low)}{undecided}, mass nearest to zero {mass(at_nearest)} "
         f"at {nearest:.2g}",
         "  ± is the standard error of an estimate from one start vector",
     ]

@@ -27,8 +27,8 @@ def start_runs(
 ) -> list[Recurrence]:
     """Return runs from start vectors, each ``(n,)``, whose bases lie in one tensor.
 
-    :func:`step` then advances all of them by batched operations. Without these, runs of a few
-    thousand rows spend most of their time on calls. Longer vectors have one tensor per run.
+    :func:`step` then advances all runs by batched operations. Otherwise runs with a few thousand
+    rows spend most of their time on the overhead of calls. For longer vectors each run has a tensor.
     """
     like, shape = starts[0], (len(starts), 2 if mode == "none" else capacity, len(starts[0]))
     # "partial" decides for each vector what to subtract.
@@ -53,15 +53,15 @@ def advance(
     bar: Progress | None = None,
     between: Callable[[int], None] | None = None,
 ) -> None:
-    """Advance runs together until each has made ``num_steps`` steps or its space is invariant.
+    """Advance runs together until each has done ``num_steps`` steps or its space is invariant.
 
     Args:
         op: The operator.
         runs: The runs.
         num_steps: Total number of steps.
-        first: Steps made before.
+        first: Number of steps done before.
         bar: Progress bar, which counts steps.
-        between: Called between two steps with the number of steps made.
+        between: Called between two steps with the number of steps done.
     """
     for done in range(first, num_steps):
         active = [run for run in runs if not run.exhausted]
@@ -107,16 +107,16 @@ def _shared(runs: Sequence[Recurrence]) -> Tensor | None:
     first, shared = runs[0], runs[0].shared
     if shared is None or len(runs) != len(shared) or first.newest >= shared.shape[1]:
         return None
-    # A run that is alone for a step continues alone: its rows may have moved.
+    # A run that took a step alone may have another basis, and continues alone.
     alike = all(run.shared is shared and run.newest == first.newest for run in runs)
     return shared if alike else None
 
 
 def _absorb_together(runs: Sequence[Recurrence], products: Tensor, *, last: bool) -> bool:
-    """Take the products ``(n, k)`` of all runs at once; return whether that was possible.
+    """Do :meth:`Recurrence.absorb` for all runs at once; return whether that was possible.
 
-    The operations are those of :meth:`Recurrence.absorb`, in the same order. In a first step, near
-    a breakdown and if a check fails nothing is changed, and each run has to take its step alone.
+    The operations on the products ``(n, k)`` are the same, in the same order. In a first step, near
+    a breakdown, and if a check fails, nothing is changed and each run must take its step alone.
     """
     first, shared = runs[0], runs[0].shared
     if shared is None or not first.alphas or any(run.unit != 1 for run in runs):
@@ -163,7 +163,7 @@ def _absorb_together(runs: Sequence[Recurrence], products: Tensor, *, last: bool
 def _dots(rows: Tensor, vectors: Tensor, width: int, *, precise: bool = True) -> Tensor:
     """Return the inner products of rows ``(k, j, n)`` with vectors ``(k, n)``, float64 on the CPU.
 
-    ``precise`` converts before the multiplication.
+    With ``precise`` the factors are converted to float64 before the multiplication.
     """
     total = torch.zeros(rows.shape[:2], dtype=torch.float64, device=rows.device)
     for left, right in zip(rows.split(width, 2), vectors[:, :, None].split(width, 1), strict=True):
