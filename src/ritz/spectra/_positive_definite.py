@@ -1,4 +1,4 @@
-"""Positive definite matrices: their Cholesky factor, its roundoff, and the error for others."""
+"""Cholesky factors of positive definite matrices, and the error that other matrices raise."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def not_positive(kind: str, value: float) -> NotPositiveDefiniteError:
 
 
 def cholesky_factor(matrix: Tensor, *, kind: str = "an eigenvalue") -> Tensor:
-    """Return the lower Cholesky factor; the error names the smallest eigenvalue as a ``kind``."""
+    """Return the lower Cholesky factor. The error describes the smallest eigenvalue as ``kind``."""
     factor: Tensor
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if int(failed):
@@ -31,9 +31,14 @@ def cholesky_factor(matrix: Tensor, *, kind: str = "an eigenvalue") -> Tensor:
 
 
 def factor_roundoff(op: LinearOperator, solve: Callable[[Tensor], Tensor]) -> float:
-    """Return the error by roundoff of a log determinant from a factor that ``solve`` applies.
+    """Return the roundoff of a log determinant that was computed from a factor.
 
-    Infinite if the matrix may be singular.
+    Args:
+        op: The matrix.
+        solve: Solves systems with the factor, for a block of right-hand sides.
+
+    Returns:
+        The error, which is infinite if the matrix may be singular.
     """
     # The factor is that of A + E with |E_ij| of the order of eps max_k A_kk (Higham 2002, Theorem
     # 10.3), and d log det A = tr(A^{-1} E). For random vectors z, z'A^{-1}z has mean tr A^{-1}, and

@@ -504,7 +504,7 @@ class _Search:
         return bound if side * bound <= side * disc else disc
 
     def _check(self) -> Status | None:
-        """Return the status if the run is over; otherwise prepare the next step: restart or lock."""
+        """Return the status if the run is over; otherwise restart or lock if that is due."""
         run, goal, n = self.run, self.goal, self.op.shape[0]
         if run.size == n and not run.locked:
             return invariant_status(n, n)

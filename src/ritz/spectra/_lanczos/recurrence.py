@@ -39,7 +39,8 @@ class Tuning:
     # float32 with 100,000 rows and stays 1 elsewhere; the limit is for noisy products.
     noise: float = 100.0
     # "partial" repeats a subtraction that removes more than this fraction of the vector. With a
-    # half-orthogonal basis it removes less. To repeat it always would double the reads of the basis.
+    # half-orthogonal basis it removes less. To repeat it always would double the reads of the
+    # basis.
     repeat: float = 0.01
     # A number that a resumed run computes again may differ by this many eps |A|, because the order
     # of summation may differ.
@@ -49,7 +50,8 @@ class Tuning:
     ordinary: float = 0.3
     # Runs of up to this many rows advance by batched operations, which take half the time at 500
     # rows. For more rows, vectors leave the cache between two operations: the time is 1.15 times
-    # that of single runs for "full" at 4,000 rows (8 probes, 30 steps), and 1.0 for "none" at 16,000.
+    # that of single runs for "full" at 4,000 rows (8 probes, 30 steps), and 1.0 for "none" at
+    # 16,000.
     together_full: int = 2000
     together_none: int = 8000
     # Number of rows added to a basis that is full, if the number of steps is not known beforehand.
@@ -195,10 +197,10 @@ class Recurrence:
 
     .. math:: \beta_j v_{j+1} = A v_j - \alpha_j v_j - \beta_{j-1} v_{j-1}
 
-    ``full`` subtracts the whole basis from the remainder of the recurrence. The recurrence itself is
-    a first orthogonalisation, so this is the second, with two reads of the basis per step and not
-    four. ``partial`` (Simon 1984) updates bounds :math:`\omega` of the loss of orthogonality. Rows
-    whose bound exceeds the square root of machine precision are subtracted in two consecutive
+    ``full`` subtracts the whole basis from the remainder of the recurrence. The recurrence itself
+    is a first orthogonalisation, so this is the second, with two reads of the basis per step and
+    not four. ``partial`` (Simon 1984) updates bounds :math:`\omega` of the loss of orthogonality.
+    Rows whose bound exceeds the square root of machine precision are subtracted in two consecutive
     steps, which keeps the tridiagonal matrix exact to roundoff. ``none`` stores two vectors only.
     Converged values then repeat, but quadrature stays accurate (Greenbaum 1989).
 
@@ -378,7 +380,7 @@ class Recurrence:
         return values[order], coefficients[:, order], residuals[order]
 
     def _outside(self) -> Tensor:
-        """Return the norms of the parts of ``A u`` outside of the basis, for active Ritz vectors."""
+        """Return the norms of ``A u`` outside of the basis, for all active Ritz vectors ``u``."""
         _, coefficients = self.active_pairs()
         removed = torch.tensor(self.removed or [0.0], dtype=torch.float64)
         beside = removed @ coefficients[: len(removed)].abs()

@@ -28,7 +28,8 @@ def start_runs(
     """Return runs from start vectors, each ``(n,)``, whose bases lie in one tensor.
 
     :func:`step` then advances all runs by batched operations. Otherwise runs with a few thousand
-    rows spend most of their time on the overhead of calls. For longer vectors each run has a tensor.
+    rows spend most of their time on the overhead of calls. For longer vectors each run has a
+    tensor.
     """
     like, shape = starts[0], (len(starts), 2 if mode == "none" else capacity, len(starts[0]))
     # "partial" decides for each vector what to subtract.
