@@ -39,34 +39,36 @@ from ritz.spectra import Spectrum, lanczos
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Sizes of the work of :func:`advise`, and when it warns."""
+    """Amount of work of :func:`advise`, and thresholds of its warnings."""
 
-    # Batch sizes by default, those that the data allow.
+    # Default batch sizes; those above the number of samples are left out.
     batch_sizes: tuple[int, ...] = (8, 32, 128, 512)
     # Lanczos steps. On digits, 35 products gave the 20 leading eigenpairs to a residual of 1 %.
     num_steps: int = 40
-    # Fewest Lanczos steps within a number of products. On digits (MLP and convolutions, 100 epochs)
+    # Minimum of Lanczos steps if max_products is set. On digits (MLP and convolutions, 100 epochs)
     # 10 steps gave the three largest eigenvalues to 1e-4, and 6 steps the second to 24 %.
     least_steps: int = 10
-    # Floating-point operations of a product in those of a gradient, by benchmarks/advice.py: of
-    # linear layers alone 1.2, with convolutions 1.9 and with attention 2.0.
+    # Floating-point operations of a product over those of a gradient, by benchmarks/advice.py: 1.2
+    # for linear layers alone, 1.9 with convolutions and 2.0 with attention.
     linear_cost: float = 1.2
     other_cost: float = 2.0
-    # Gradients, and losses at a third of a gradient, besides the products.
+    # Cost in addition to products, in gradients. A loss counts as a third of a gradient.
     further: float = 7.0
-    # Momentum by default, where the optimiser has one.
+    # Default of momentum, except for plain SGD.
     momentum: float = 0.9
-    # Share of noise in lambda'_1 below which curvature, and above which noise sets the limit.
+    # The curvature sets the limit if the share of noise is below the first number, and the noise if
+    # it is above the second.
     shares: tuple[float, float] = (1 / 3, 2 / 3)
-    # Networks train at 2.7 to 4.2 times the edge, in trials from trained weights.
+    # Usual limits of trials, in units of the edge. From trained weights 2.7 to 4.2 was measured.
     usual: tuple[float, float] = (1.0, 5.0)
-    # Share of the loss that one step along the gradient would gain if the loss were quadratic.
+    # Warn if one step along the gradient would reduce a quadratic loss by more than this fraction.
     gain: float = 0.1
-    # Factor between the curvature along the gradient and the critical sharpness: 1 on a quadratic.
+    # Warn if curvature along the gradient and critical sharpness differ by more than this factor.
+    # They are equal on a quadratic.
     agreement: float = 2.0
-    # V(phi_1) over P sigma^2, which is 1 for homogeneous noise.
+    # Note a ratio of V(phi_1) to P sigma^2 above this; it is 1 for homogeneous noise.
     homogeneous: float = 3.0
-    # Magnitude of the smallest eigenvalue over the largest.
+    # Warn if the smallest eigenvalue is more negative than this fraction of the largest.
     negative: float = 0.1
 
 
@@ -85,8 +87,8 @@ NAMES = {
 class Advice:
     r"""Predicted curvature, learning rates and damping for each batch size, made by :func:`advise`.
 
-    Arrays have one entry per batch size, ``(S,)``. Learning rates are those of the optimiser as
-    torch writes it. Every figure is an :class:`Estimate`; one that is not known is NaN, and its
+    Arrays have one entry per batch size, ``(S,)``. Learning rates follow the conventions of
+    ``torch.optim``. Every number is an :class:`Estimate`. If it is not known, it is NaN, and its
     status says why.
 
     Attributes:
@@ -105,12 +107,12 @@ class Advice:
             momentum, otherwise by the noise along the leading eigenvector.
         damping_papers: The same by the formula of the papers: homogeneous noise along all outliers.
         ratio: Ratio :math:`R` of learning rates along flat and sharp directions at this damping.
-        exponent: Exponent :math:`e` with which the predicted edge grows, as :math:`B^e`, from this
-            batch size to the next; beyond the last the local one of
+        exponent: Exponent :math:`e` of the growth :math:`B^e` of the predicted edge from this batch
+            size to the next. For the last batch size, the local exponent of
             :math:`\lambda_1 + V(\varphi_1) / (b \lambda_1)`.
         exponent_additive: Local exponent of the additive model with homogeneous noise.
         exponent_multiplicative: Local exponent of the multiplicative model.
-        changes_at: Batch sizes at which the rule changes: of the three models, ``(3,)``.
+        changes_at: Batch sizes at which the scaling rule changes, by three models, ``(3,)``.
         trainable: Largest learning rate at which short trainings do not diverge; ``None`` without
             ``verify``.
         known: Batch size and learning rate of an earlier training, or ``None``.
@@ -180,7 +182,8 @@ def advise(
 
     :math:`\lambda'_1(B)` is the largest eigenvalue of the matrix of a batch, predicted by
     :func:`batch_prediction`. The edge is *local*: networks move to flatter places and usually train
-    at 2.7 to 4.2 times the edge. ``verify`` finds out, and the advice says where both disagree.
+    at 2.7 to 4.2 times the edge. ``verify`` measures the limit by trials, and the advice says where
+    prediction and trials disagree.
 
     With a damping :math:`\delta` that is large beside :math:`\sqrt v`, Adam is heavy-ball momentum
     with the learning rate :math:`\alpha / \delta`, so its least damping is :math:`\alpha` over the
@@ -204,13 +207,14 @@ def advise(
         optimizer: One of the table.
         momentum: Momentum, or :math:`\beta_1`. Defaults to 0 for ``sgd`` and 0.9 otherwise.
         matrix: ``hessian`` or ``ggn``.
-        known: Batch size and learning rate that you trained with. They are compared with the edge;
-            for Adam they are the start of the square-root rule.
+        known: Batch size and learning rate of an earlier training. They are compared with the edge.
+            For Adam without ``state`` the square-root rule starts from them.
         state: Adam optimiser that trained the model, whose divisors precondition the matrix.
-        verify: Find the largest learning rate that a short training stands: ``True``, or a function
-            of parameters and learning rate that makes the optimiser. Nothing but a copy is trained.
-        max_products: At most this many products with the matrix; trials are not counted. If that is
-            too few, there are fewer Lanczos steps, which a warning of the result says.
+        verify: Find by trials the largest learning rate at which a short training does not diverge:
+            ``True``, or a function of parameters and learning rate that returns the optimiser. Only
+            copies of the model are trained.
+        max_products: Maximum number of products with the matrix; trials are not counted. If it is
+            too small, there are fewer Lanczos steps and the result has a warning.
         generator: Source of all random numbers. Defaults to a new generator with seed 0.
         progress: Show progress bars, or a :class:`Progress` to report to.
 
@@ -267,14 +271,14 @@ def advice_cost(
     max_products: int | None = None,
     timed: bool = False,
 ) -> str:
-    """Return what :func:`advise` will cost, as a sentence to print before it starts.
+    """Return the cost of :func:`advise`, as text to print before it starts.
 
     Args:
         risk: The loss at a point.
         batch_sizes: Batch sizes, which are checked. Their number hardly changes the cost.
         state: Adam optimiser whose divisors precondition the matrix.
         max_products: As in :func:`advise`.
-        timed: Compute one gradient, and say how many seconds all of them will take.
+        timed: Compute one gradient, and estimate the time of all from it.
     """
     _sizes(risk, batch_sizes)
     size = risk.space.size
@@ -366,7 +370,7 @@ def _sizes(risk: Risk, batch_sizes: Sequence[int] | None) -> tuple[int, ...]:
 def _maker(
     verify: bool | MakeOptimizer, optimizer: OptimizerName, momentum: float
 ) -> MakeOptimizer:
-    """Return what makes the optimiser of the trials; checked before anything is computed."""
+    """Return the function that makes the optimiser of the trials, checked."""
     if verify is not True:
         check_maker("verify", verify)
         return verify  # type: ignore[return-value]
@@ -400,17 +404,17 @@ def _smallest(run: Spectrum) -> Estimate:
 
 
 # ------------------------------------------------------------------------------------------
-# Words.
+# The advice as text.
 
 
 def _regime(advice: Advice, index: int) -> str:
-    """Return what sets the limit, by the share of the edge that the noise of batches takes."""
+    """Return what limits the learning rate, by the share of noise in the edge."""
     top = float(advice.prediction.lambda_max)
     value = float(advice.prediction.best.value.mean[index])
     if not (top > 0 and value > 0):
         return "not known"
-    # For SGD, with lambda' = lambda (1 + x), it is x / (1 + x), the exponent of the scaling rule.
-    # With momentum noise counts more: by how much it lowers the edge of all data.
+    # The share of noise is the fraction by which it lowers the edge of all data. For SGD, with
+    # lambda' = lambda (1 + x), it is x / (1 + x), the exponent of the scaling rule.
     update: Any = {"optimizer": advice.optimizer, "momentum": advice.momentum}
     left = stable_rate(value, full=top, **update) / stable_rate(top, **update)
     share, (low, high) = 1 - float(left), TUNING.shares
@@ -418,7 +422,7 @@ def _regime(advice: Advice, index: int) -> str:
 
 
 def _warnings(risk: Risk, advice: Advice) -> Iterator[str]:
-    """Yield where the quadratic model with noise does not hold."""
+    """Yield reasons why the quadratic model with noise may not hold."""
     top, least = float(advice.prediction.lambda_max), float(advice.smallest)
     if not top > 0:
         yield (
@@ -440,12 +444,12 @@ def _warnings(risk: Risk, advice: Advice) -> Iterator[str]:
 
 
 def _gradient_warnings(advice: Advice) -> Iterator[str]:
-    """Yield what the loss along the gradient says against a quadratic near its minimum."""
+    """Yield reasons from the loss along the gradient why the model may not hold."""
     along, square = float(advice.noise.along), float(advice.noise.gradient_square)
     if not along > 0:
         yield f"not near a minimum: the curvature along the gradient is {along:.3g}"
         return
-    # One step with the rate 1/along gains |g|^2 / (2 along) on a quadratic.
+    # On a quadratic, a step with the learning rate 1/along lowers the loss by |g|^2 / (2 along).
     gain = square / (2 * along)
     if gain > TUNING.gain * abs(advice.loss):
         yield (
@@ -461,7 +465,7 @@ def _gradient_warnings(advice: Advice) -> Iterator[str]:
 
 
 def _sentence(advice: Advice, index: int) -> str:
-    """Return the advice for a batch size: one sentence, and others that qualify it."""
+    """Return the advice for a batch size, as a few sentences."""
     size, advised = advice.batch_sizes[index], _limit(advice, index)
     if math.isfinite(float(advice.edge.mean[index])):
         advised = f"{_recommended(advice, index)}: {advised}"
@@ -479,7 +483,7 @@ def _recommended(advice: Advice, index: int) -> str:
     rate = float(advice.rate.mean[index])
     if advice.trainable is None or is_below(rate, float(advice.trainable.mean[index])):
         return f"use a learning rate of at most {rate:.2g}"
-    # What was tried counts more than what was predicted.
+    # A measured limit takes precedence over a prediction.
     limit = float(advice.trainable.mean[index])
     return f"use a learning rate of at most {limit:.2g}, the limit of the trials"
 
@@ -496,7 +500,7 @@ def _limit(advice: Advice, index: int) -> str:
 
 
 def _comparisons(advice: Advice, index: int) -> Iterator[str]:
-    """Yield what trials and an earlier training say about the prediction."""
+    """Yield comparisons of the prediction with trials and with an earlier training."""
     size, edge = advice.batch_sizes[index], float(advice.edge.mean[index])
     if not math.isfinite(edge):
         return
@@ -539,7 +543,7 @@ def _head(advice: Advice) -> list[str]:
 
 
 def _text(estimate: Estimate, index: int | None = None) -> str:
-    """Return a figure with its 95 % interval, whether sampled or bounded."""
+    """Return a number with its 95 % interval, as text."""
     mean, error = estimate.mean, estimate.error()
     if index is not None:
         mean, error = mean[index], error[index]
@@ -547,7 +551,7 @@ def _text(estimate: Estimate, index: int | None = None) -> str:
         return "not known"
     if not math.isfinite(float(error)):
         return f"{float(mean):.2g} ± ?"
-    # Roundoff is not worth an error bar.
+    # A negligible error is not printed.
     tiny = is_below(float(error), 1e-4 * abs(float(mean)))
     return f"{float(mean):.4g}" if tiny else format_uncertain(float(mean), float(error))
 
@@ -580,7 +584,7 @@ def _curvature_table(advice: Advice) -> list[str]:
 
 
 def _model(prediction: BatchPrediction, name: str, place: int) -> str:
-    """Return the value of a model: in brackets and without an interval if it is out of range."""
+    """Return the value of a model, in brackets and without an interval if it is not trusted."""
     value = getattr(prediction, name).value
     if prediction.trusted[name][place]:
         return _text(value, place)

@@ -1,4 +1,4 @@
-"""Curves of the largest eigenvalue over batch sizes, one function for each prediction."""
+"""The models of ``batch_prediction``: each function returns the ``BatchCurve`` of one model."""
 
 import math
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ class BatchCurve:
 
     Attributes:
         value: Mean of :math:`\lambda_1` over batches, ``(S,)``.
-        spread: Standard deviation of :math:`\lambda_1` between batches, ``(S,)``; NaN where the
-            model says nothing about it.
+        spread: Standard deviation of :math:`\lambda_1` between batches, ``(S,)``; NaN if the model
+            does not predict it.
         overlap: Mean of :math:`|\langle \varphi', \varphi_1 \rangle|^2`, the squared cosine between
             the leading eigenvectors of a batch and of all data, ``(S,)``.
-        source: Where each entry comes from: ``measured``, ``subspace``, ``directional``,
-            ``additive`` or ``multiplicative``, ``S`` of them.
+        source: Source of each of the ``S`` entries: ``measured``, ``subspace``, ``directional``,
+            ``additive`` or ``multiplicative``.
     """
 
     value: Estimate
@@ -40,7 +40,7 @@ class BatchCurve:
 
 
 class Facts:
-    """What all predictions use: the projections, and the numbers that follow from them.
+    """Input of all models: the projections, and the numbers that follow from them.
 
     Args:
         projections: Projections of groups of samples.
@@ -63,7 +63,7 @@ class Facts:
         self.projections, self.l2 = projections, l2
         self.num_products, self.seed = num_products, seed
         self.value = float(lambda_max.mean) - l2
-        # No prediction is known better than the eigenvalue of all data that it starts from.
+        # All predictions inherit the error of the eigenvalue of all data.
         self.slack = float(lambda_max.truncation)
         p = projections
         size, rank = p.num_parameters, p.small.shape[1]
@@ -74,7 +74,7 @@ class Facts:
         largest = float(along.mean(0).max())
         tilt = 2 * angle * math.sqrt(max(float(self.along), 0.0) * largest)
         self.along = replace(self.along, truncation=torch.tensor(tilt, dtype=torch.float64))
-        # Relative error of V(phi_1), from the groups, which do not show all samples.
+        # Relative standard error of V(phi_1) over groups.
         self.relative = float(self.along.stderr) / max(float(self.along), 1e-300)
         outside = p.factor * p.gaps
         # P sigma^2 = (1/P) (sum of V in U + (P - k) E V(z)), and z is orthogonal to U.
@@ -82,7 +82,7 @@ class Facts:
         inside = along.sum(1) / size
         probed = outside.mean(1) if outside.shape[1] else torch.zeros_like(inside)
         grouped = self._over_groups(inside + left * probed, "P sigma^2")
-        # As many orthogonal probes as there are dimensions outside show all of it.
+        # If the orthogonal probes span the complement, their mean is exact.
         complete = outside.shape[1] == size - rank
         sampled = 0.0 if complete else _error(outside.mean(0)) * left
         self.variance = replace(
@@ -199,7 +199,7 @@ def subspace(
     """Return the subspace bootstrap, with the changes from coarser versions as truncation."""
     p = facts.projections
     half = p.leading(max(1, p.small.shape[1] // 2))
-    # Without the curvature of a group along its own leak, the equation is that of second order.
+    # Without the curvature of groups along their leaks, the equation is of second order.
     plain = replace(p, curved=False)
     columns = []
     for size in sizes:
@@ -213,7 +213,7 @@ def subspace(
 
 
 def _summary(draws: Draws) -> tuple[Number, Number, Number]:
-    # The first-order change has mean zero over batches, so its mean over the draws is known error.
+    # The first-order change has mean zero over batches. Use it as a control variate.
     off = draws.first - draws.first.mean()
     square = float(off @ off)
     slope = float(off @ draws.values) / square if square > 0 else 0.0
@@ -229,10 +229,10 @@ def _with_errors(
     bare: tuple[Number, Number, Number],
     facts: Facts,
 ) -> tuple[Number, Number, Number]:
-    """Add the error of the groups, and as truncation the larger of two changes.
+    """Add the sampling error of the groups, and the truncation.
 
-    One is the change from half of the vectors. The other is half of the last term of the equation,
-    as the terms that are left out are smaller than the last one that is kept.
+    The truncation is the larger of two changes: the change from half of the vectors, and half of
+    the last term of the equation, because omitted terms are smaller than that.
     """
     value, spread, overlap = (number[0] for number in full)
     # To first order the shift is proportional to the variance V(phi_1), the spread to its root,
@@ -253,7 +253,7 @@ def _with_errors(
 def directional(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
     r"""Return :math:`\lambda_1 + V(\varphi_1)/(b (\lambda_1 - s))`, to second order."""
     p, gap = facts.projections, facts.value - facts.centre
-    # phi'(H_B - H) phi is the change of first order: it has mean zero and makes the spread.
+    # phi'(H_B - H) phi is the first-order change. Its mean is zero, and it determines the spread.
     first = p.small[:, 0, 0] - p.small[:, 0, 0].mean()
     variance = p.factor * float(first.square().mean())
     columns = []
@@ -296,7 +296,7 @@ def multiplicative(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
     spikes = multiplicative_spikes(
         facts.value,
         ratio=order / torch.tensor(sizes, dtype=torch.float64),
-        # An error as large as the bulk itself would make it negative.
+        # Minus one standard error could be negative.
         bulk=bulk.double().clamp_min(0.1 * facts.centre)[:, None],
         size=order,
     )

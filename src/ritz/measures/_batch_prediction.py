@@ -1,4 +1,4 @@
-"""What the curvature of a mini-batch will be, predicted from products on the full data."""
+"""``batch_prediction``: the curvature of mini-batches, from products with the full data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,38 +32,40 @@ from ritz.spectra import Eigenpairs, Spectrum, eigenpairs
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Sizes of the work of :func:`batch_prediction`."""
+    """Amount of work of :func:`batch_prediction`, and thresholds of trust."""
 
     # Vectors of the subspace. On three networks on MNIST 40 moved predictions by less than 3 %
     # from batches of 32 on, and 10 by up to 4 %.
     num_vectors: int = 20
-    # Groups by default: V(phi_1) is then known to 5 to 10 %.
+    # Default number of groups, which gives V(phi_1) to 5 to 10 %.
     num_groups: int = 512
     # Random vectors outside of the subspace, for P sigma^2 and the mean eigenvalue there.
     num_probes: int = 8
     # Residual of the eigenvectors, relative to the norm. Overlaps are then good to 0.01 unless
     # eigenvalues lie closer than 10 % of the norm.
     rtol: float = 1e-3
-    # Batches that are drawn for each size below that of a group, and the residual of their
+    # Number of batches that are measured for each small batch size, and the residual of their
     # eigenvectors. The error of the eigenvalue is of the order of its square.
     num_measured: int = 32
     rtol_measured: float = 1e-2
-    # Batch size from which on products are traced. For a LeNet at 2,048 tracing is twice as fast,
-    # at 512 it takes longer than the products.
+    # Smallest batch size whose products are traced. For a LeNet tracing halves the time at 2,048
+    # samples; at 512 it takes longer than the products.
     traced: int = 1024
-    # V(phi_1) / P sigma^2 above which noise is not homogeneous, and Lindeberg ratio above which it
-    # is not normal. Homogeneous Gaussian noise has 1, and 0.2 for a batch of one, 0.05 for four.
+    # Noise is not homogeneous if V(phi_1) / P sigma^2 is above the first number, and not normal if
+    # the Lindeberg ratio is above the second. Homogeneous Gaussian noise has a ratio of 1, and a
+    # Lindeberg ratio of 0.2 for batches of one sample and 0.05 for four.
     homogeneous: float = 2.0
     lindeberg: float = 0.1
-    # Batches of fewer samples are drawn, up to this share of all samples: the subspace was 13 to
-    # 44 % low for two samples on well-trained networks (N = 600), and up to 26 % off for four.
+    # Batches smaller than this are measured, if they are also smaller than one in `share` of all
+    # samples: on well-trained networks (N = 600) the subspace was 13 to 44 % too low for two
+    # samples, and up to 26 % off for four.
     smallest: int = 8
     share: int = 64
-    # Shift over lambda_1 up to which `directional`, which is of second order, is trusted. On four
-    # networks of N = 600 that had fitted their data it was 0 to 10 % high for shifts of 0.1 to
-    # 0.25, 14 % for 0.65, 3 to 29 % for 1.1, and 38 to 290 % for shifts of 2.7 and more.
+    # Largest shift over lambda_1 at which `directional`, which is of second order, is trusted. On
+    # four networks that had fitted their data (N = 600) it was 0 to 10 % too high for shifts of 0.1
+    # to 0.25, 14 % for 0.65, 3 to 29 % for 1.1, and 38 to 290 % for shifts of 2.7 and more.
     second_order: float = 0.5
-    # Deviation from `best` up to which the papers' models are trusted.
+    # Largest relative deviation from `best` at which the papers' models are trusted.
     agreement: float = 0.1
 
 
@@ -87,21 +89,21 @@ class BatchPrediction:
         along: :math:`V(\varphi_1)`, the variance along the leading eigenvector.
         bulk: Mean :math:`s` of the eigenvalues outside of the subspace.
         lindeberg: Lindeberg ratio of each batch size, ``(S,)``: the share of the variance of
-            :math:`\varphi_1^\top H_i \varphi_1` in samples that alone move the mean of a batch by
-            more than one standard deviation. The papers' models assume that it is small.
+            :math:`\varphi_1^\top H_i \varphi_1` from samples that single-handedly move the mean of
+            a batch by more than one standard deviation. The papers' models assume that it is small.
         subspace: The subspace bootstrap.
         directional: :math:`\lambda_1 + V(\varphi_1) / (b (\lambda_1 - s))`.
         additive: The additive model of the papers, with homogeneous noise.
         multiplicative: The multiplicative model of the papers; NaN where it does not apply.
         best: The prediction to use for each batch size.
-        trusted: Whether to trust each prediction, by its name and for each batch size; see
+        trusted: By name of the model, whether to trust its prediction for each batch size; see
             :func:`batch_prediction`.
         num_vectors: Vectors ``k`` of the subspace.
         group_size: Samples per group.
         num_draws: Batches drawn for each size.
         num_products: Number of products with the whole matrix.
-        cost: Cost in products with the whole matrix, where a product with a batch counts in
-            proportion to its size. One product costs about one gradient.
+        cost: Cost in products with the whole matrix. A product with a batch counts in proportion to
+            the batch size. One product costs about one gradient.
         seed: Seed of groups, probes and draws.
     """
 
@@ -174,36 +176,36 @@ def batch_prediction(
         \frac{S_j}{\lambda' - s - \kappa_j / c}\Big), \quad
         T = \frac1c \sum_{j \in \text{batch}} U^\top H_j U
 
-    Random groups ``j`` of samples are seen from the ``k`` leading eigenvectors :math:`U` of all
-    data, in one pass: :math:`U^\top H_j U`, and :math:`S_j = U^\top H_j (I - UU^\top) H_j U`,
-    what leaves the subspace. A batch of any size is then ``c`` groups drawn without replacement,
-    without further products. :math:`\kappa_j` is the curvature of a group along its own leak, and
-    :math:`s` the mean eigenvalue outside of :math:`U`.
+    :math:`U` has the ``k`` leading eigenvectors of all data. One pass over random groups ``j`` of
+    samples computes :math:`U^\top H_j U` and :math:`S_j = U^\top H_j (I - UU^\top) H_j U`, the part
+    that leaves the subspace. A batch of any size is simulated by ``c`` groups drawn without
+    replacement, without further products. :math:`\kappa_j` is the curvature of a group along the
+    part that leaves, and :math:`s` the mean eigenvalue outside of :math:`U`.
 
     =================  ========================================================================
-    prediction         what it is
+    prediction         definition
     =================  ========================================================================
     ``subspace``       the equation above, averaged over drawn batches: mean, spread and overlap
     ``directional``    :math:`\lambda_1 + V(\varphi_1) / (b (\lambda_1 - s))`; its overlap is too
                        large, because batches mix the outliers
     ``additive``       the papers' model: noise of variance :math:`P \sigma^2` in all directions
     ``multiplicative`` the papers' model of covariance matrices, whose bulk is :math:`s`
-    ``best``           ``subspace``, and for batches smaller than a group or than 8 samples 32
-                       batches that are really drawn, which cost a few products at most
+    ``best``           ``subspace``; for batches smaller than a group or than 8 samples, the mean
+                       of 32 measured batches, which costs a few products at most
     =================  ========================================================================
 
-    Trust ``best``. ``trusted`` says where the others can be trusted: ``directional`` where it moves
-    :math:`\lambda_1` by at most a half, because it is of second order and far too large beyond
-    (6.7 for 2.4 on a network that has fitted its data); the papers' models where they are within
-    10 % of ``best``. Printed tables have all other numbers in brackets.
+    Trust ``best``. ``trusted`` says where the other predictions can be trusted. ``directional`` is
+    trusted if it moves :math:`\lambda_1` by at most a half: it is of second order, and far too
+    large beyond (6.7 for 2.4 on a network that has fitted its data). The papers' models are trusted
+    if they are within 10 % of ``best``. In printed tables all other numbers are in brackets.
 
     On four networks on MNIST the mean of ``subspace`` was within 6 % of the measured one from
     batches of 32 on. For 8 it was within 8 % on three of them and 30 % too high on the other, where
     ``additive`` was 64 to 74 % too low; see the study ``batch_spectra``.
 
-    Errors: ``stderr`` has the draws and, for groups of several samples, that groups show a part of
-    the differences between samples. ``truncation`` is the larger of the change from ``k/2``
-    vectors and of half the change from :math:`\kappa_j = 0`.
+    Errors: ``stderr`` is the sampling error of the draws and, if a group has several samples, of
+    the groups. ``truncation`` is the larger of the change from ``k/2`` vectors and of half the
+    change from :math:`\kappa_j = 0`.
 
     Cost: the eigenvectors (50 to 100 products), and one pass with ``k + 8`` vectors, which is as
     many products in small batches. Memory: about ``4 k`` vectors, and ``k^2`` numbers per group.
@@ -217,8 +219,8 @@ def batch_prediction(
         num_draws: Batches drawn for each size.
         group_size: Samples ``g`` per group. Defaults to 1 below 1,024 samples, and otherwise to the
             largest that gives at least 512 groups.
-        pairs: Eigenpairs or Ritz pairs of the matrix of all data, with their vectors, to save their
-            cost.
+        pairs: Eigenpairs or Ritz pairs of the matrix of all data, with vectors, if you have them.
+            Defaults to computing them.
         generator: Source of groups, probes and draws. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
@@ -234,10 +236,10 @@ def batch_prediction(
     generator = resolve_generator(generator)
     if group_size is None:
         group_size = max(1, count // TUNING.num_groups)
-    # Fewer than three groups have no spread.
+    # At least three groups, so that their spread can be estimated.
     check_count("group_size", group_size, high=max(1, count // 3))
     if num_vectors is None:
-        # As many as there are, if they are given.
+        # Not more than the pairs that were passed.
         most = risk.space.size if pairs is None else len(pairs.values)
         num_vectors = min(TUNING.num_vectors, most)
     check_count("num_vectors", num_vectors, high=risk.space.size)
@@ -286,7 +288,7 @@ def _models(
 
 
 def _few(sizes: Sequence[int], group_size: int, count: int) -> list[int]:
-    """Return the batch sizes that are cheaper to draw, or better drawn, than predicted."""
+    """Return the batch sizes that are measured, because that is cheaper or more accurate."""
     least = max(group_size, min(TUNING.smallest, count // TUNING.share))
     return [size for size in sizes if size < least]
 
@@ -344,7 +346,7 @@ def _basis(
     The largest comes first. The error is the sine of the angle to the true eigenvector.
     """
     if pairs is None:
-        # A Krylov space finds what a random vector sees; repeated eigenvalues do not matter here.
+        # Copies of repeated eigenvalues are not needed here.
         pairs = eigenpairs(
             curvature_operator(risk, matrix),
             largest=num_vectors,
@@ -361,7 +363,7 @@ def _basis(
             f"pairs must have {num_vectors} vectors or more of {risk.space.size} rows, got "
             f"{width} of {rows}"
         )
-    # The equation is for the largest eigenvalue: pairs at the other end do not enter it.
+    # Only pairs at the upper end are used, because the equation is for the largest eigenvalue.
     chosen = pairs.values.argsort(descending=True)[:num_vectors]
     # Ritz vectors of partial re-orthogonalisation are orthogonal to the root of roundoff only.
     basis = torch.linalg.qr(pairs.vectors[:, chosen.to(pairs.vectors.device)])[0]
@@ -388,10 +390,10 @@ def _projections(
     count = sum(risk.batch_rows)
     num_probes = min(TUNING.num_probes, len(basis) - basis.shape[1])
     probes = random_vectors(risk, num_probes, generator)
-    # Twice is enough: what the subspace holds is known exactly, so the probes leave it out.
+    # Orthogonalise to the subspace, twice against roundoff: its part of P sigma^2 is known exactly.
     for _ in range(2):
         probes -= basis @ (basis.T @ probes)
-    # Orthogonal ones, if they span all that is outside: their mean is exact.
+    # If the probes span the complement, make them orthogonal, so that their mean is exact.
     complete = num_probes == len(basis) - basis.shape[1]
     probes = torch.linalg.qr(probes)[0] if complete else probes / probes.norm(dim=0)
     groups = random_groups(risk, group_size, generator)
@@ -409,8 +411,8 @@ def _measured(
 ) -> tuple[BatchCurve, float]:
     """Return the curve of drawn batches, and its cost in products with the whole matrix."""
     total, columns = sum(risk.batch_rows), []
-    # The way in which products are computed is checked once, here on all data: a batch of samples
-    # that are fitted well has nothing but roundoff.
+    # Check the engines once, with all data: the matrix of a batch of well-fitted samples may be
+    # roundoff only.
     engines = {size: _engine(size) for size in sizes}
     for engine in sorted(set(engines.values())):
         op = curvature_operator(risk, matrix, engine=engine)
@@ -423,8 +425,8 @@ def _measured(
             draws = num_batches if size < total else 1
             for done, batch in enumerate(small_batches(risk, size, draws, generator), start=1):
                 op = curvature_operator(batch, matrix, engine=engines[size])
-                # A matrix of roundoff is not symmetric. A shift by the scale of all data makes it
-                # small beside the norm.
+                # A matrix that is roundoff is not symmetric. After a shift by the scale of all data
+                # the asymmetry is small, relative to the norm.
                 pairs = eigenpairs(
                     ShiftedOperator(op, scale), largest=1, rtol=TUNING.rtol_measured,
                     certify="none", generator=generator,
@@ -441,7 +443,7 @@ def _measured(
 
 
 def _engine(size: int) -> EngineName:
-    # A trace pays for itself in a dozen products of large batches only.
+    # Each batch needs about a dozen products. For small batches that is cheaper without a trace.
     return "eager" if size < TUNING.traced else "auto"
 
 
@@ -449,7 +451,7 @@ def _merge(
     predicted: BatchCurve, measured: BatchCurve, sizes: Sequence[int], few: Sequence[int]
 ) -> BatchCurve:
     """Return the predicted curve with the entries of some sizes replaced by measured ones."""
-    # A size may be there twice, and is then measured twice.
+    # A size may occur twice, and is then measured twice.
     places = [place for place, size in enumerate(sizes) if size in few]
 
     def merge(one: Estimate, other: Estimate) -> Estimate:
@@ -457,7 +459,7 @@ def _merge(
         for name in ("mean", "stderr", "truncation"):
             columns[name] = getattr(one, name).clone()
             columns[name][places] = getattr(other, name)
-        # The fewer degrees of freedom make the wider intervals.
+        # Use the smaller number of degrees of freedom, which gives wider intervals.
         degrees = min(one.degrees, other.degrees)
         method = f"{one.method}; below the size of a group {other.method}"
         return replace(one, **columns, degrees=degrees, method=method)
@@ -499,19 +501,19 @@ def _trusted(
     top, value = float(lambda_max), best.value.mean
     rules = {
         "subspace": torch.tensor([size not in few for size in sizes]),
-        # A shift V / (b lambda) beyond a half of lambda is no longer small, as second order asks.
+        # A second-order model needs a small shift V / (b lambda), relative to lambda.
         "directional": (curves["directional"].value.mean - top).abs()
         <= TUNING.second_order * abs(top),
     }
     for name in ("additive", "multiplicative"):
         gap = (curves[name].value.mean - value).abs()
         rules[name] = gap <= TUNING.agreement * value.abs()
-    # NaN, of a model that does not apply, is never below anything.
+    # A model that does not apply is NaN, and every comparison with NaN is false.
     return {name: tuple(rule.tolist()) for name, rule in rules.items()}
 
 
 def _verdicts(result: BatchPrediction) -> list[str]:
-    """Return when to trust which prediction, and which assumptions of the models fail."""
+    """Return lines of text: when to trust which prediction, and which assumptions fail."""
     lines = [
         "trust the first three columns; a number in brackets is outside of the range of its model:",
         f"  `directional` where it moves lambda_1 by more than {TUNING.second_order:.0%},",

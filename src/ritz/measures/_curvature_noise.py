@@ -1,4 +1,4 @@
-"""Variance of the curvature over samples, and shrinkage of mini-batch matrices."""
+"""``curvature_variance`` over samples, ``batch_variance``, and ``shrinkage`` of batch matrices."""
 
 import math
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ class Shrinkage:
     Attributes:
         batch_sizes: Batch sizes :math:`B`; batches are drawn without replacement.
         beta: Weights :math:`\beta(B)`, ``(len(batch_sizes),)``.
-        damping: The damping :math:`\delta(B) = m (1 - \beta) / \beta` of the same effect, in the
-            units of eigenvalues, ``(len(batch_sizes),)``: :math:`\beta H_B + (1 - \beta) m I`
-            is :math:`\beta (H_B + \delta I)`. It has the sign of the mean eigenvalue :math:`m`.
+        damping: The equivalent damping :math:`\delta(B) = m (1 - \beta) / \beta`,
+            ``(len(batch_sizes),)``, since :math:`\beta H_B + (1 - \beta) m I = \beta (H_B +
+            \delta I)`. It has the sign of the mean eigenvalue :math:`m`.
         signal: :math:`d^2 = \|H - m I\|_F^2`.
         variance: :math:`P \sigma^2`, of single samples.
         matrix: ``hessian`` or ``ggn``.
@@ -99,13 +99,13 @@ def curvature_variance(
     .. math:: \hat V(v) = \frac{N - 1}{N} \frac{g}{M - 1}
         \sum_j \|(H_j - \bar H) v\|^2
 
-    is an unbiased estimate of :math:`V(v)`. If ``g`` does not divide ``N``, the remaining samples
-    are left out at random, and the result says how many. For ``g = 1`` it *is* :math:`V(v)`. The
-    standard error combines the errors of probes and of groups. It may be too large by a factor of
-    about two if groups are small and few samples have most of the variance.
+    is an unbiased estimate of :math:`V(v)`, and for ``g = 1`` equal to it. If ``g`` does not divide
+    ``N``, random samples are left out, and ``method`` says how many. The standard error combines
+    the errors of probes and of groups. If groups are small and a few samples have most of the
+    variance, it may be too large by a factor of about two.
 
-    Cost: one product with the whole matrix per probe or direction, in blocks of 8. Small groups are
-    slower, because they use the hardware less well. Memory: four blocks and a copy of the data.
+    Cost: one product with the whole matrix per probe or direction, in blocks of 8. Products in
+    small groups are slower. Memory: four blocks and a copy of the data.
 
     Args:
         risk: The loss at a point, a mean over samples (which is checked). Batch norm must not be in
@@ -142,7 +142,7 @@ def curvature_variance(
     method = "single samples" if whole else f"{groups.num_batches} random groups of {group_size}"
     if left := count % group_size:
         method += f", {left} of {count} samples left out at random"
-    # Directions of the caller are no sample, and have an exact value each.
+    # Each direction in `along` has an exact value; only probes are averaged.
     make, kind = (Estimate.of, "probes") if along is None else (Estimate.exact, "directions")
     num_vectors = vectors.shape[1]
     estimate = make(
@@ -226,8 +226,8 @@ def shrinkage(
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
-    Reference: Ledoit and Wolf (2004), here for matrices known by their products only; Granziol
-    et al. (2020), section 3.2, for shrinkage as damping.
+    Reference: Ledoit and Wolf (2004) for shrinkage; Granziol et al. (2020), section 3.2, for
+    shrinkage as damping.
     """
     check_risk(risk)
     count = sum(risk.batch_rows)
@@ -303,16 +303,17 @@ def _signal(
     block = _unit_probes(risk, num_probes, generator)
     image = torch.cat([op.matmat(part) for part in block.split(op.block_size, 1)], 1)
     along, square = column_dots(block, image).cpu(), column_dots(image, image).cpu()
-    # E |H v - m v|^2 = |H - m I|_F^2 / P for unit probes, and E v'Hv = m. To first order m may come
-    # from the same probes.
+    # E |H v - m v|^2 = |H - m I|_F^2 / P for unit probes, and E v'Hv = m. To first order the error
+    # of m from the same probes does not matter.
     m = along.mean()
     samples = size * (square - 2 * m * along + m * m)
-    # The square of a sampled mean is too large by its variance.
+    # The expected square of a sample mean exceeds the squared mean by its variance.
     bias = size * stderr(along).square()
     make = partial(Estimate.of, num_products=num_probes, seed=generator.initial_seed())
     signal = make(samples, method="mean of |H z - m z|^2")
     signal = replace(signal, mean=signal.mean + bias)
-    # d(m/d^2) = dm/d^2 - m d(d^2)/d^4: both come from the same probes, whose errors may cancel.
+    # d(m/d^2) = dm/d^2 - m d(d^2)/d^4. The errors of m and d^2 are correlated, so propagate them
+    # by probe.
     d2 = signal.mean
     ratios = m / d2 + (along - m) / d2 - m * (samples - samples.mean()) / d2.square()
     return signal, make(ratios, method="m / d^2")

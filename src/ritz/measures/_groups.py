@@ -1,4 +1,4 @@
-"""Random groups of samples, what their matrices vary by, and random vectors in weight space."""
+"""Random groups of samples, the variation of their matrices, and random vectors of weights."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,9 +20,10 @@ from ritz.curvature._shared import CurvatureMatrix, batch_products, check_risk
 class Tuning:
     """Sizes of groups and blocks."""
 
-    # Probes per block of products: each group costs one pass per block, and four blocks of memory.
+    # Number of probes per block. Each group costs one pass per block; the memory is four blocks.
     block: int = 8
-    # Groups by default: the standard error is then known to 1 / sqrt(2 * 127), or 6 %.
+    # Default number of groups. The relative error of the standard error is then 1 / sqrt(2 * 127),
+    # or 6 %.
     num_groups: int = 128
 
 
@@ -49,7 +50,7 @@ def without_replacement(size: float, num_samples: int) -> float:
 
 
 def check_groups(risk: Risk, caller: str) -> None:
-    """Raise unless the matrices of single samples are defined, and all are in this process."""
+    """Raise unless matrices of single samples are defined, and all samples are in this process."""
     check_risk(risk)
     risk.require_separable(caller)
     if risk.dropout != "off":
@@ -65,7 +66,7 @@ def choose_group_size(group_size: int | None, count: int) -> int:
     """Return the number of samples per group; by default, one that gives at least 128 groups."""
     if group_size is None:
         group_size = max(1, count // TUNING.num_groups)
-    # Fewer than three groups have no standard error.
+    # At least three groups, so that there is a standard error.
     check_count("group_size", group_size, high=max(1, count // 3))
     return group_size
 
@@ -79,13 +80,13 @@ def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Ri
 
 
 def group_error_factor(groups: Risk, count: int) -> float:
-    r"""Return the factor of the standard error over groups instead of over samples."""
-    # Groups see M - 1 of the N - 1 contrasts of the samples: all of them if g = 1.
+    r"""Return the finite-population correction of a standard error over random groups."""
+    # M groups have M - 1 of the N - 1 contrasts of the samples. Single samples have all of them.
     return math.sqrt(max(0, count - groups.num_batches) / max(1, count - 1))
 
 
 def check_batch_sizes(sizes: Sequence[int], count: int | None) -> tuple[int, ...]:
-    """Return batch sizes; raise unless there are some, each from 1 to the number of samples."""
+    """Return batch sizes as a tuple; raise unless each is from 1 to the number of samples."""
     if isinstance(sizes, str) or not isinstance(sizes, Iterable):
         raise TypeError(
             f"batch_sizes must be a sequence of integers such as (8, 64), got {sizes!r}"
@@ -108,9 +109,10 @@ def contrasts(
 ) -> Tensor:
     r"""Return :math:`\frac{j-1}{j} \|y_j - \bar y_{j-1}\|^2` of groups, ``(M - 1, k)``.
 
-    Here :math:`y_j = R H_j v`, and ``root`` has the diagonal of :math:`R`, ``(P, 1)``. Their sum
-    over groups is that of :math:`\|y_j - \bar y\|^2`, in one pass and without cancellation
-    (Welford). Over random groups they have one mean and are uncorrelated to first order.
+    Here :math:`y_j = R H_j v` with the diagonal matrix :math:`R`, whose diagonal is ``root``
+    ``(P, 1)``. The sum of the contrasts is the sum of :math:`\|y_j - \bar y\|^2`, computed in one
+    pass and without cancellation (Welford). For random groups they have equal means and are
+    uncorrelated to first order.
     """
     blocks, done = vectors.split(TUNING.block, 1), 0
     parts: list[Tensor] = []
@@ -125,7 +127,7 @@ def contrasts(
                 mean.add_(step, alpha=1 / j)
                 done += 1
                 bar.update(done)
-            # The first term is zero: it has no mean before it.
+            # The first term is zero.
             parts.append(torch.stack(gaps[1:]).cpu())
             check_samples(parts[-1].T, sum(part.shape[1] for part in parts[:-1]))
     return torch.cat(parts, 1)

@@ -1,4 +1,4 @@
-"""Curvature as an adaptive optimiser sees it: scaled by the square roots of its divisors."""
+"""Curvature preconditioned by an adaptive optimiser: scaled by the roots of its divisors."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from ritz.measures._groups import choose_group_size, contrasts, group_error_fact
 from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs
 
-# Residual relative to the norm: the error of the eigenvalue is of the order of its square.
+# Relative residual of the eigenvector. The error of the eigenvalue is of the order of its square.
 RTOL = 0.01
 
 
