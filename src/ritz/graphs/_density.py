@@ -32,13 +32,16 @@ from ritz.spectra import moments as sampled_moments
 INTERVAL = (0.0, 2.0)  # contains the spectrum of every normalised Laplacian
 NUM_MOMENTS = 100
 NUM_PROBES = 64
-# Vertices up to which moments and counts come from all eigenvalues. These cost as much as the
-# moments of 64 probes at 1,000 vertices and 2.6 times as much at 2,000, but have no sampling error.
+# Up to this number of vertices moments and counts are computed from all eigenvalues. This costs as
+# much as the moments of 64 probes at 1,000 vertices, and 2.6 times as much at 2,000, but has no
+# sampling error.
 SMALL = 2000
-# Vertices up to which calls cost more than products, so that all probes are in one block.
+# Up to this number of vertices all probes are in one block, because the overhead of calls
+# dominates.
 _NARROW = 4096
-# Matching moments within their errors changes an entropy by at most this many times the change by
-# errors twice as large: 3.9 on a ring lattice of 60 vertices, below 2 on most of 21 graphs.
+# Moments are matched within their errors. The effect on an entropy is at most this multiple of the
+# change when the errors are doubled: 3.9 on a ring lattice of 60 vertices, below 2 on most of 21
+# graphs.
 _RELAXED = 4.0
 DensityMethod = Literal["maxent", "lanczos", "kpm"]
 
@@ -131,21 +134,21 @@ def moments(
 
 
 def _interval(op: LaplacianOperator) -> tuple[float, float]:
-    """An interval that contains the eigenvalues, without a product."""
+    """Return an interval that contains the eigenvalues, without products."""
     discs = gershgorin(op)
     if discs is None:
         raise ValueError(f"matrix must have bounds from its degrees, got {op.matrix!r}")
-    # A graph without edges has only the eigenvalue 0: any interval around it will do.
+    # A graph without edges has only the eigenvalue 0, and any interval around it will do.
     return discs if discs[0] < discs[1] else (-1.0, 1.0)
 
 
 def chebyshev_means(values: Tensor, num_moments: int, interval: tuple[float, float]) -> Tensor:
     """Return the means of ``T_j`` over eigenvalues in an interval, ``(num_moments + 1,)``."""
     low, high = interval
-    # T_j(cos a) = cos(j a); rounding may put an eigenvalue beyond the ends.
+    # T_j(cos a) = cos(j a). Clamp, because roundoff may move an eigenvalue beyond the ends.
     angles = torch.arccos(((2 * values.double() - low - high) / (high - low)).clamp(-1.0, 1.0))
     degrees = torch.arange(num_moments + 1, dtype=torch.float64)
-    # One degree at a time: a table of all would be m times as large as the eigenvalues.
+    # One degree at a time, to save memory.
     return torch.stack([torch.cos(degree * angles).mean() for degree in degrees])
 
 
@@ -258,7 +261,7 @@ def entropy(graph: GraphLike, **options: Unpack[MomentOptions]) -> Estimate:
 
     It is :math:`\log 2` for a flat spectrum and smaller for every other spectrum. The standard
     error is from the jackknife over groups of probes. Moments with errors are matched within these
-    errors, which makes the entropy larger: ``truncation`` is an estimate of that. Arguments and
+    errors, which increases the entropy; ``truncation`` is an estimate of this bias. Arguments and
     cost are those of :func:`density` with ``method="maxent"``.
 
     Reference: Equation 3.10 of *Spectral Machine Learning*.
@@ -272,8 +275,8 @@ def entropy(graph: GraphLike, **options: Unpack[MomentOptions]) -> Estimate:
     left = leave_out(sampled.samples)
     if not len(left):
         return estimate
-    # The ridge of the whole for all parts: another ridge would look like a sampling error. The last
-    # row is the whole with errors twice as large, which tells the effect of the ridge.
+    # Use one ridge for all parts: different ridges would look like a sampling error. The last row
+    # has all probes and errors twice as large, to estimate the effect of the ridge.
     errors = matched_within(whole).expand(len(left) + 1, -1).clone()
     errors[-1] *= 2
     parts = maxent(torch.cat([left, sampled.mean[None]]), interval=INTERVAL, stderr=errors)
@@ -291,12 +294,12 @@ def entropy(graph: GraphLike, **options: Unpack[MomentOptions]) -> Estimate:
 
 def matched_within(density: EntropicDensity) -> Tensor:
     """Return the errors within which the moments of a density were matched, ``(m + 1,)``."""
-    # The zeroth moment is exact; the dual has a ridge of the variance of each of the others.
+    # The zeroth moment is exact. The ridge has the variances of the others.
     return torch.cat([torch.zeros(1, dtype=torch.float64), density.ridge.sqrt()])
 
 
 # ------------------------------------------------------------------------------------------
-# Heat traces of a graph: its spectrum at every scale of time, from moments.
+# Heat traces of a graph, from its moments.
 
 
 def heat_trace(
@@ -313,8 +316,8 @@ def heat_trace(
         2 \sum_{k \ge 1} (-1)^k I_k(t)\, \mu_k\Big)
 
     with the Chebyshev moments :math:`\mu_k` on ``[0, 2]`` and modified Bessel functions. The sum
-    ends at degree ``m``; the rest is below :math:`2 e^{-t} \sum_{k > m} I_k(t)`, which is
-    ``truncation``, and negligible for :math:`t` below about :math:`m^2 / 50`.
+    ends at degree ``m``. ``truncation`` is the bound :math:`2 e^{-t} \sum_{k > m} I_k(t)` of the
+    remainder, which is negligible for :math:`t` below about :math:`m^2 / 50`.
 
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts, or its moments.
@@ -338,7 +341,7 @@ def heat_trace(
     check_moments("graph", graph)
     degree = len(graph.mean) - 1
     weights = heat_weights(times, degree)
-    # e^-t (I_0(t) + 2 sum_k I_k(t)) = 1: what the weights lack is the truncation.
+    # e^-t (I_0(t) + 2 sum_k I_k(t)) = 1, so the missing weights are the truncation.
     truncation = (1.0 - weights.abs().sum(1)).clamp_min(math.ulp(1.0))
     samples = graph.samples @ weights.T
     about: Any = {

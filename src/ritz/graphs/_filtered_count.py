@@ -56,15 +56,15 @@ class NullSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Below:
-    """Eigenvalues below a gap, as a filtered block has them.
+    """Result of a count of the eigenvalues below a gap.
 
     Attributes:
-        count: Eigenvalues below the gap, including the null space: a lower bound.
-        mean: Their mean.
+        count: Number of eigenvalues below the gap, including the null space: a lower bound.
+        mean: Mean of these eigenvalues.
         gap: The gap between Ritz values.
-        missed: Sampled number of eigenvalues below the gap that the block lacks.
-        full: Whether all columns were needed, so that more columns would find more eigenvalues.
-        num_products: Matrix-vector products.
+        missed: Estimated number of eigenvalues below the gap that the block has missed.
+        full: Whether all columns were needed, so that more columns may find more eigenvalues.
+        num_products: Number of matrix-vector products.
         above: Ritz values above the gap, up to the end of the stretch.
     """
 
@@ -92,18 +92,18 @@ def count_below(
     Args:
         op: The normalised Laplacian, ``(n, n)``.
         null: Its null space.
-        gap: A stretch; eigenvectors below it are amplified, those above are filtered out.
-        width: Columns of the block. Memory: as many vectors and 128 more.
+        gap: A stretch. The filter amplifies eigenvectors below it, and damps those above.
+        width: Number of columns of the block. Memory: as many vectors and 128 more.
         generator: Source of randomness.
         bar: Receives the number of filtered columns.
-        pick: Chooses the gap between Ritz values, by default the widest of the stretch.
+        pick: Function that chooses the gap between Ritz values. Defaults to the widest one.
     """
     degree = filter_degree(gap, op.shape[0])
     block = torch.empty(op.shape[0], width, dtype=op.dtype, device=op.device)
     for start in range(0, width, op.block_size):
         stop = min(start + op.block_size, width)
         part = null.project_off(_gaussian(op, stop - start, generator))
-        # Once more after filtering: rounding brings back the eigenvalue 0, the most amplified.
+        # Project again after filtering, which amplifies roundoff in the null space most.
         block[:, start:stop] = null.project_off(polynomial(op, part, gap, degree))
         bar.update(stop)
     values, coefficients = _rayleigh_ritz(op, block)
@@ -115,7 +115,7 @@ def count_below(
     for _ in range(2):
         fresh -= block @ (coefficients @ (coefficients.T @ (block.T @ fresh)))
     check_degree = filter_degree(near, op.shape[0])
-    # The filter is at least 1 below the gap, so that E ||p(L) z||^2 is at least the number missed.
+    # The filter is at least 1 below the gap, so E ||p(L) z||^2 is at least the number missed.
     left = polynomial(op, fresh, near, check_degree).double().square().sum(0)
     count = null.dimension + int(below.sum())
     return Below(
@@ -132,7 +132,7 @@ def count_below(
 def all_below(
     values: Tensor, num_zeros: int, gap: Gap, pick: Callable[[Tensor, Gap], Gap]
 ) -> Below:
-    """Return what :func:`count_below` does, from all eigenvalues ``(n,)``, ascending."""
+    """Return the result of :func:`count_below` from all eigenvalues ``(n,)``, ascending."""
     near = pick(values[num_zeros:], gap)
     below = values < near.threshold
     return Below(
@@ -147,17 +147,17 @@ def all_below(
 
 
 def filter_degree(gap: Gap, n: int) -> int:
-    """Return the degree at which a filtered random vector is nearly free of what is above."""
-    # cosh(k growth) = strength sqrt(n): what is above has norm sqrt(n) at most.
+    """Return the degree at which filtered random vectors are nearly free of eigenvectors above."""
+    # cosh(k growth) = strength sqrt(n): the part above has a norm of about sqrt(n) at most.
     return math.ceil(math.acosh(TUNING.strength * math.sqrt(n)) / _growth(gap))
 
 
 def polynomial(op: LinearOperator, block: Tensor, gap: Gap, degree: int) -> Tensor:
     r"""Return :math:`T_k(\tilde L) x / |T_k(\tilde\lambda)|`, a Chebyshev polynomial.
 
-    :math:`\tilde L` maps the spectrum above the gap to ``[-1, 1]``, where the polynomial is at
-    most one over the denominator; at the lower end :math:`\lambda` of the gap it is one, and more
-    below.
+    :math:`\tilde L` maps the spectrum above the gap to ``[-1, 1]``, where the polynomial is at most
+    one over the denominator. At the lower end :math:`\lambda` of the gap its magnitude is one, and
+    below it is larger.
     """
 
     def mapped(x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def polynomial(op: LinearOperator, block: Tensor, gap: Gap, degree: int) -> Tens
 
 
 def _growth(gap: Gap) -> float:
-    """Growth rate per degree at the lower end of a gap: |T_k(x)| = cosh(k arccosh |x|)."""
+    """Return the growth rate g at the lower end of a gap, where |T_k| = cosh(k g)."""
     return math.acosh(1 + 2 * (gap.high - gap.low) / (TOP - gap.high))
 
 
@@ -183,16 +183,17 @@ def _gaussian(op: LinearOperator, count: int, generator: torch.Generator) -> Ten
 
 
 def _rayleigh_ritz(op: LinearOperator, block: Tensor) -> tuple[Tensor, Tensor]:
-    """Ritz values, ascending, ``(r,)``, and coefficients ``(k, r)`` of orthonormal Ritz vectors."""
+    """Return Ritz values ``(r,)``, ascending, and coefficients ``(k, r)`` of their Ritz vectors."""
     k = block.shape[1]
     gram, projected = torch.zeros(2, k, k, dtype=torch.float64)
     for first in range(0, k, TUNING.columns):
         part = slice(first, min(k, first + TUNING.columns))
         product = op.matmat(block[:, part])
-        # B' B and B' L B are symmetric: only on and below the diagonal.
+        # B' B and B' L B are symmetric: compute the entries on and below the diagonal.
         gram[first:, part] = _inner(block[:, first:], block[:, part])
         projected[first:, part] = _inner(block[:, first:], product)
-    # Columns of length one, since filtered columns differ in length by orders of magnitude.
+    # Scale columns to length one, because the lengths of filtered columns differ by orders of
+    # magnitude.
     scale = gram.diagonal().clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
     sizes, directions = torch.linalg.eigh(gram * scale[:, None] * scale)  # reads the lower half
     # Directions below the rounding error of the block are noise.
@@ -204,7 +205,7 @@ def _rayleigh_ritz(op: LinearOperator, block: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
-    # Long sums in single precision lose digits that the eigenvalues need.
+    # Add up blocks in float64: long sums in float32 are not accurate enough for the eigenvalues.
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64)
     for a, b in zip(left.split(TUNING.rows), right.split(TUNING.rows), strict=True):
         total += (a.T @ b).double().cpu()

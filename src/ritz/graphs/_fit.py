@@ -1,4 +1,4 @@
-"""Random graph models fitted to a graph by its spectrum."""
+"""``fit``: random graph models fitted to a graph by its spectrum."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from ritz.graphs._matrices import with_edges
 from ritz.graphs._similarity import multipliers, symmetric_kl
 from ritz.spectra import EntropicDensity, Moments, maxent
 
-# Number of parameters: of models that a graph may be drawn from, the simplest is preferred.
+# Number of parameters: if several models fit, the simplest is preferred.
 _NUM_PARAMETERS: dict[Model, float] = {
     "erdos_renyi": 1,
     "watts_strogatz": 2,
@@ -211,7 +211,7 @@ def fit(
 
 
 # ------------------------------------------------------------------------------------------
-# The search for the parameters of random graphs that are nearest to a graph.
+# The search for the parameters of the random graphs that are nearest to a graph.
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +229,12 @@ class _Tried:
         return float(self.divergences.min())
 
     def around_best(self) -> tuple[float, float]:
-        """The neighbours of the best value."""
+        """Return the neighbours of the best value."""
         values, place = self.values.tolist(), int(self.divergences.argmin())
         return values[max(place - 1, 0)], values[min(place + 1, len(values) - 1)]
 
     def joined(self, other: "_Tried") -> "_Tried":
-        """Both together."""
+        """Return the values of both, in ascending order."""
         order = torch.cat([self.values, other.values]).argsort()
         values, features, divergences = (
             torch.cat([getattr(self, name), getattr(other, name)])[order]
@@ -243,7 +243,7 @@ class _Tried:
         return _Tried(self.family, values, features, divergences)
 
     def minimum(self, divergences: Tensor) -> float:
-        """Minimum of the parabola through the values nearest to the best."""
+        """Return the minimum of the parabola through the values nearest to the best."""
         x = self.family.scaled(self.values)
         place = int(divergences.argmin())
         distances = (x - x[place]).abs()
@@ -303,12 +303,12 @@ class _Search:
         )
 
     def features_of(self, means: Tensor) -> Tensor:
-        """Multipliers and moments of the spectra of mean moments ``(N, m + 1)``."""
+        """Return multipliers and moments of the entropic spectra of mean moments ``(N, m + 1)``."""
         errors = self.errors.expand_as(means)
         return multipliers(means, maxent(means, interval=INTERVAL, stderr=errors))
 
     def max_drawn(self, choices: Sequence[Family]) -> int:
-        """Maximum number of graphs that are drawn for a model of these families."""
+        """Return the maximum number of graphs that are drawn for a model with these families."""
         values = sum(len(one.values(one.low, one.high, one.num_values)) for one in choices)
         values += TUNING.fine_values if choices[0].parameter else 0
         # At most fifteen further numbers of blocks, or about three of neighbours.
@@ -316,7 +316,7 @@ class _Search:
         return (values + TUNING.final) * self.num_draws + len(self.repeats)
 
     def nearest(self, choices: Sequence[Family], outline: Outline) -> ModelFit:
-        """The nearest graphs of a model: its parameter, and its whole number if it has one."""
+        """Return the best parameters of a model: its parameter, and its integer if it has one."""
         whole_range = [one.values(one.low, one.high, one.num_values) for one in choices]
         coarse = min(map(self.try_values, choices, whole_range), key=lambda one: one.least)
         values = coarse.values.tolist()
@@ -358,7 +358,7 @@ class _Search:
         return _Tried(family, torch.tensor(values, dtype=torch.float64), features, divergences)
 
     def draw(self, family: Family, value: float, seeds: list[int]) -> Tensor:
-        """Moments of one graph per seed, ``(len(seeds), m + 1)``."""
+        """Return the moments of one graph per seed, ``(len(seeds), m + 1)``."""
         rows = []
         for seed in seeds:
             generator = torch.Generator().manual_seed(seed)
@@ -375,11 +375,11 @@ class _Search:
         return torch.stack(rows)
 
     def finish(self, tried: _Tried, others: Sequence[_Tried] = ()) -> ModelFit:
-        """The minimum, its divergence, and the interval of the parameter.
+        """Return the minimum, its divergence, and the interval of the parameter.
 
         Args:
             tried: The best family.
-            others: Families that differ from it in a whole number.
+            others: Families that differ from it in their integer.
         """
         family = tried.family
         value = tried.minimum(tried.divergences)
@@ -412,7 +412,7 @@ class _Search:
         )
 
     def error(self, draws: Tensor, whole: Tensor) -> float:
-        """Standard error of the divergence: draws and probes are independent."""
+        """Return the standard error of the divergence, from independent draws and probes."""
         without = self.features_of(leave_out(draws))
         variance = jackknife(symmetric_kl(without, self.features)[:, 0]).square()
         left = leave_out(self.sampled.samples)
@@ -429,7 +429,7 @@ def _interval(family: Family, value: float, again: list[float]) -> tuple[float, 
 
 
 def _for_size(fit: ModelFit, size: int, num_nodes: int) -> ModelFit:
-    """Parameters for as many vertices as the graph has: mean degrees and block sizes are kept."""
+    """Return parameters for ``num_nodes`` vertices with the same mean degree and block size."""
     if size == num_nodes:
         return fit
     # The mean degree is p (n - 1), and the size of a block is n / num_blocks.

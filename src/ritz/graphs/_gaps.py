@@ -15,56 +15,58 @@ TOP = 2.0  # largest possible eigenvalue of a normalised Laplacian
 class Tuning:
     """Thresholds of ``count_clusters``.
 
-    The graphs of ``tests/graphs/test_clusters.py`` and ``test_cluster_gaps.py`` decide: planted
-    clusters with few and with moderate links, and random graphs, grids, paths and cycles, which
-    have none.
+    They were set on the graphs of ``tests/graphs/test_clusters.py`` and ``test_cluster_gaps.py``:
+    planted clusters with few and with moderate links, and random graphs, grids, paths and cycles,
+    which have no clusters.
     """
 
-    # A stretch is low if the density is below this fraction of the mean on either side. Half of it
-    # gives the same counts for eleven of these graphs.
+    # A stretch is low if the density is below this fraction of the mean on either side. Half of
+    # this threshold gives the same counts for eleven of these graphs.
     low: float = 0.05
     # Grid points per resolved angle.
     points: int = 32
-    # Stretches within this fraction of the widest count as equally wide; more than `rungs` of them
-    # are the spacings of a short cycle (a cycle of 50 vertices).
+    # Stretches wider than `alike` times the widest count as equally wide. If there are more than
+    # `rungs` of them, they are the spacings of a short cycle (a cycle of 50 vertices).
     alike: float = 0.95
     rungs: int = 3
-    # A gap stands out if an equally wide stretch above it holds this many eigenvalues. The bulks of
+    # A gap stands out if an equally wide stretch above it has this many eigenvalues. The bulks of
     # sparse random graphs have up to six there.
     crowd: int = 8
     # With this many sampled eigenvalues above a gap, their spacings need not be computed.
     sure: int = 32
-    # Fewer eigenvalues between two low stretches are noise, and the stretches are one.
+    # If there are fewer eigenvalues than this between two low stretches, they are noise, and the
+    # stretches are joined.
     noise: float = 0.25
-    # A stretch with another above it, wider than this fraction of its width, divides nothing: the
-    # gaps of grids and paths have about the same width everywhere.
+    # A stretch is not a gap if another one above it is wider than this fraction of its width: grids
+    # and paths have gaps of about the same width everywhere.
     ladder: float = 0.67
-    # Grid of the maximum entropy problem. The peak of many eigenvalues 0 is as narrow as the
-    # square of the resolution, so that the grid grows as 2 m^2 up to here.
+    # Largest grid of the maximum entropy problem. The peak of many eigenvalues 0 is as narrow as
+    # the square of the resolution, so the grid grows as 2 m^2.
     largest_grid: int = 2**16
     # Amplification of the eigenvectors below a gap over all others together.
     strength: float = 100.0
-    # Probes for missed eigenvalues: one missed leaves 1 +- sqrt(2/16) in their mean square.
+    # Number of probes for missed eigenvalues. One missed eigenvalue gives a mean square of
+    # 1 +- sqrt(2/16).
     num_checks: int = 16
-    # A missed eigenvalue leaves about one, none leaves 1 / strength^2 = 1e-4: anything between will
-    # do.
+    # Largest mean square at which no eigenvalue counts as missed: without one it is
+    # 1 / strength^2 = 1e-4, and with one about 1.
     missed: float = 0.25
-    # Standard errors by which the two counts may differ.
+    # Number of standard errors by which the two counts may differ.
     agreement: float = 4.0
-    # Probes that find the gap, where they need not count.
+    # Number of probes that only locate the gap, for the method `krylov`.
     locating: int = 10
-    # If at most this many eigenvalues are not 0, Lanczos finds them all, and maximum entropy has no
-    # density.
+    # If at most this many eigenvalues are not 0, Lanczos computes all of them, and no smooth
+    # density has their moments.
     few: int = 32
     # Largest mean of the eigenvalues of clusters. On the span of the indicators of k clusters L has
-    # the trace sum(phi_i), so that the k smallest eigenvalues sum to no more (Ky Fan). A
-    # conductance phi_i above one half means that most edges leave the cluster.
+    # the trace sum(phi_i), so the sum of the k smallest eigenvalues is at most this (Ky Fan). If
+    # the conductance phi_i is above one half, most edges leave the cluster.
     conductance: float = 0.5
-    # Bytes of a filtered block: the maximum, and the size from which on it is float32.
+    # Bytes of a filtered block: its maximum, and the size above which it is float32.
     memory: int = 2**32
     large: int = 2**30
     # Columns multiplied at once, and rows summed in the precision of the operator: sums of 8192
-    # products in float32 keep five digits, enough for a gap.
+    # products in float32 have five correct digits, enough for a gap.
     columns: int = 128
     rows: int = 8192
 
@@ -74,9 +76,9 @@ TUNING = Tuning()
 # ------------------------------------------------------------------------------------------
 # The gaps of a spectral density: low stretches left of the bulk.
 #
-# With lambda = 1 - cos(theta), the Chebyshev polynomial T_j(lambda - 1) is (-1)^j cos(j theta):
-# the first m moments resolve pi / m in the angle, at every angle. Stretches are therefore compared
-# by angles, and the density is taken per angle.
+# With lambda = 1 - cos(theta), the Chebyshev polynomial T_j(lambda - 1) is (-1)^j cos(j theta), so
+# the first m moments have the resolution pi / m in the angle theta everywhere. Widths of stretches
+# are therefore measured in angles, and densities are per angle.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +97,12 @@ class Gap:
 
     @property
     def middle(self) -> float:
-        """The point halfway between the ends, by angles."""
+        """Midpoint, in the angle."""
         return point((angle(self.low) + angle(self.high)) / 2)
 
     @property
     def width(self) -> float:
-        """The difference of the ends, by angles."""
+        """Width, in the angle."""
         return angle(self.high) - angle(self.low)
 
 
@@ -110,7 +112,7 @@ def angle(value: float) -> float:
 
 
 def point(theta: float) -> float:
-    r"""Return :math:`1 - \cos\theta`, 2 beyond :math:`\pi`."""
+    r"""Return :math:`1 - \cos\theta`, and 2 for angles above :math:`\pi`."""
     return 1 - math.cos(min(theta, math.pi))
 
 
@@ -123,7 +125,7 @@ def find_gap(stretches: list[Gap] | str, *, num_moments: int) -> Gap | str:
 
     Args:
         stretches: All low stretches, or why there are none.
-        num_moments: Moments of the density; a stretch that these do not resolve is no gap.
+        num_moments: Number of moments of the density. A gap must be wider than their resolution.
     """
     if isinstance(stretches, str):
         return stretches
@@ -140,15 +142,15 @@ def find_gap(stretches: list[Gap] | str, *, num_moments: int) -> Gap | str:
 
 
 def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Gap] | str:
-    r"""Return the stretches where the density is low beside both sides, or why there are none.
+    r"""Return the stretches in which the density is low, or why there are none.
 
-    The first minimum (Algorithm 5) may lie within the band of the clusters. Here a stretch is low
-    if it is below 5 % of the mean density on its left, and of the mean between it and the middle
-    of the bulk. Means, because the height of an atom depends on the resolution.
+    The density is low below 5 % of its mean on the left, and of its mean from there to the middle
+    of the bulk. These are means because the height of an atom depends on the resolution. The first
+    minimum of the density (Algorithm 5) may lie within the band of the clusters.
 
     Args:
         density: Density of the normalised Laplacian.
-        num_moments: Moments it was made of.
+        num_moments: Number of moments of the density.
         bulk: Fraction of the eigenvalues left of the middle of the bulk.
     """
     resolved = math.pi / num_moments
@@ -181,11 +183,11 @@ def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Ga
 
 
 def resolved_spacings(values: Tensor, *, num_moments: int) -> list[Gap] | str:
-    """Return the stretches between neighbouring eigenvalues that are wide enough, or why none is.
+    """Return the stretches between neighbouring eigenvalues, or why there are none.
 
     Args:
         values: All eigenvalues left of the middle of the bulk and the next one, ascending.
-        num_moments: A stretch must be at least as wide as so many moments resolve.
+        num_moments: A stretch must be at least as wide as the resolution of this many moments.
     """
     wide = (_angles(values).diff() >= math.pi / num_moments).nonzero()[:, 0]
     if not len(wide):
@@ -196,14 +198,14 @@ def resolved_spacings(values: Tensor, *, num_moments: int) -> list[Gap] | str:
 
 
 def _runs(flags: Tensor) -> Tensor:
-    """First and last index of each run of true flags that does not begin at 0, ``(r, 2)``."""
+    """Return first and last index of each run of true flags that begins after 0, ``(r, 2)``."""
     steps = torch.nn.functional.pad(flags.int(), (1, 1)).diff()
     runs = torch.stack([(steps == 1).nonzero()[:, 0], (steps == -1).nonzero()[:, 0] - 1], dim=1)
     return runs[runs[:, 0] > 0]
 
 
 def widest_between(values: Tensor, gap: Gap) -> Gap:
-    """Return the widest gap between the eigenvalues of a stretch, by angles.
+    """Return the widest gap between the eigenvalues of a stretch.
 
     Args:
         values: All eigenvalues below ``gap.high``, ascending, ``(k,)``.
@@ -218,11 +220,11 @@ def widest_between(values: Tensor, gap: Gap) -> Gap:
 def widest_crowded(values: Tensor, gap: Gap) -> Gap:
     """Return the widest gap with enough eigenvalues above it to know their spacings.
 
-    The gap from 0 to the smallest one is not among these, unless there are too few.
+    If there are too few eigenvalues, return the gap from 0 to the smallest of them.
 
     Args:
         values: Eigenvalues except 0, ascending, ``(k,)``.
-        gap: All eigenvalues below its upper end are known.
+        gap: A gap below whose upper end all eigenvalues are known.
     """
     ends = values[values < gap.high]
     if len(ends) < TUNING.crowd + 2:
@@ -232,7 +234,7 @@ def widest_crowded(values: Tensor, gap: Gap) -> Gap:
 
 
 def _widest(ends: Tensor, count: int) -> Gap:
-    """The widest gap between the first ``count`` of some values, by angles."""
+    """Return the widest gap between the first ``count`` of some ascending values."""
     angles = _angles(ends)
     i = int(angles[:count].diff().argmax())
     middle = point(0.5 * float(angles[i] + angles[i + 1]))
@@ -240,10 +242,10 @@ def _widest(ends: Tensor, count: int) -> Gap:
 
 
 def stands_out(gap: Gap, above: Tensor) -> bool:
-    """Return whether a gap is wide beside the spacings of the eigenvalues above it, ``(k,)``.
+    """Return whether a gap is wide beside the spacings of the eigenvalues ``above`` it, ``(k,)``.
 
-    Nine of them must lie in a stretch as wide as the gap, and no gap between them may be half as
-    wide. The gaps of a grid and of a path have about the same width everywhere.
+    Nine of them must lie in an interval as wide as the gap, and no spacing may exceed half of its
+    width. A grid or a path has gaps of about the same width everywhere.
     """
     angles = _angles(above[: TUNING.crowd + 1])
     if len(angles) <= TUNING.crowd:

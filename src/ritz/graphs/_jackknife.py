@@ -7,9 +7,9 @@ _NUM_GROUPS = 10  # ten densities per graph; their spread is known to 1 / sqrt(2
 
 
 def leave_out(samples: Tensor) -> Tensor:
-    """Return means of samples ``(d, m)`` without one group at a time, ``(g, m)``.
+    """Return means of samples ``(d, m)``, leaving out one group of samples at a time, ``(g, m)``.
 
-    There are as many groups as probes, but at most ten, and none for a single sample.
+    There are ten groups, or one per sample if there are fewer samples. A single sample gives none.
     """
     groups = min(_NUM_GROUPS, len(samples))
     if groups < 2:

@@ -59,8 +59,8 @@ def eigenvalues(graph: GraphLike, *, matrix: GraphMatrix = "normalized") -> Tens
             f"{graph.num_nodes:,}: use density() for larger graphs"
         )
     if matrix == "normalized":
-        # L = I - D^-1/2 W D^-1/2, and 0 for isolated vertices. An operator would take 50 times as
-        # long for the karate club, most of it to check its symmetry.
+        # L = I - D^-1/2 W D^-1/2, and 0 for isolated vertices. For the karate club an operator
+        # would take 50 times as long, mostly to check its symmetry.
         degrees = graph.degrees
         scale = torch.where(degrees > 0, degrees.rsqrt(), 0.0)
         weights = torch.from_numpy(graph.to_scipy().toarray())

@@ -1,4 +1,4 @@
-"""Spectral clustering: the vertices of a graph, by the eigenvectors left of its gap."""
+"""``spectral_clusters``: clusters of the vertices of a graph, by its first eigenvectors."""
 
 from typing import final
 
@@ -18,7 +18,7 @@ from ritz.graphs._matrices import laplacian, with_edges
 from ritz.operators import LinearOperator
 from ritz.spectra import eigenpairs
 
-# Residuals: eigenvectors within the band of the clusters need not be separated from each other.
+# Relative residual. It may be large, because only the span of the eigenvectors matters.
 _RTOL = 1e-4
 
 
