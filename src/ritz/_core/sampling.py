@@ -127,7 +127,6 @@ class Sampling:
         generator: torch.Generator,
         progress: bool | Progress,
         label: str,
-        advice: str = "",
     ) -> Estimate:
         """Draw probes until the tolerance is reached; return the estimate with its status.
 
@@ -138,7 +137,6 @@ class Sampling:
             generator: Source of the probes.
             progress: ``True`` shows a progress bar; a :class:`Progress` object receives it.
             label: Name of the bar.
-            advice: What to change if the truncation error is too large.
         """
         n, looks = op.shape[0], self.looks(op.shape[0])
         parts: list[Tensor] = []
@@ -146,7 +144,7 @@ class Sampling:
         with tracking(progress, label, looks[-1]) as bar:
             for goal in looks:
                 if goal == n:
-                    return self._complete(op, measure, finish, advice)
+                    return self._complete(op, measure, finish)
                 while taken < goal:
                     width = min(self.width(op), goal - taken)
                     block = draw_probes(op, width, generator=generator, kind=self.probe)
@@ -154,7 +152,7 @@ class Sampling:
                     check_samples(parts[-1], taken)
                     taken += width
                     bar.update(taken)
-                estimate = finish(Samples(torch.cat(parts))).with_status(self.rtol, advice)
+                estimate = finish(Samples(torch.cat(parts))).with_status(self.rtol)
                 if is_settled(estimate, self.rtol):
                     break
         return estimate
@@ -173,7 +171,7 @@ class Sampling:
         return few + [n] * (len(few) < len(counts))
 
     def _complete(
-        self, op: Probed, measure: Callable[[Tensor], Tensor], finish: Finish, advice: str
+        self, op: Probed, measure: Callable[[Tensor], Tensor], finish: Finish
     ) -> Estimate:
         # With z_i = sqrt(n) e_i the mean of z_i' B z_i over i is tr B: no random probe is needed.
         n = op.shape[0]
@@ -182,7 +180,7 @@ class Sampling:
             [measure(block).double().cpu() for block in basis.split(self.width(op), 1)]
         )
         check_samples(values, 0)
-        return finish(Samples(values, complete=True)).with_status(self.rtol, advice)
+        return finish(Samples(values, complete=True)).with_status(self.rtol)
 
     def width(self, op: Probed) -> int:
         """Return the number of probes per block product."""

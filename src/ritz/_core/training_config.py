@@ -218,20 +218,39 @@ class TrainingConfig:
                 real = float in (entry.type, *get_args(entry.type))
                 check = check_range if real else check_count
                 check(entry.name, value, **bounds)
+        self._check_ranges()
+        self._check_combinations()
+        self._check_noise()
+        # Read-only, and equal to what run.json gives back.
+        stored = {
+            "keep": tuple(self.keep),
+            "milestones": tuple(self.milestones),
+            "optimizer_settings": MappingProxyType(dict(self.optimizer_settings)),
+            "augment": self.augment or False,
+            "device": None if self.device is None else str(self.device),
+        }
+        for name, value in stored.items():
+            object.__setattr__(self, name, value)
+
+    def _check_ranges(self) -> None:
         # The number of steps is not known here: it depends on the data.
         longest = self.num_epochs if self.schedule_unit == "epoch" else None
         check_count("warmup", self.warmup, low=0, high=longest)
         if self.average_from is not None:
             check_count("average_from", self.average_from, high=self.num_epochs)
-        if self.average_from is not None and self.patience is not None:
-            raise ValueError(f"average_from must be None if patience is set, which chooses the "
-                             f"first epoch itself, got {self.average_from}")  # fmt: skip
         if self.clip_norm is not None:
             check_range("clip_norm", self.clip_norm)
             if not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
                 raise ValueError(f"clip_norm must be finite and above 0, got {self.clip_norm}")
         for epoch in self.keep:
             check_count("keep", epoch, low=0, high=self.num_epochs)
+        if isinstance(self.augment, str):
+            raise ValueError(f"augment must be a bool or an Augmentation, got {self.augment!r}")
+
+    def _check_combinations(self) -> None:
+        if self.average_from is not None and self.patience is not None:
+            raise ValueError(f"average_from must be None if patience is set, which chooses the "
+                             f"first epoch itself, got {self.average_from}")  # fmt: skip
         if self.milestones and self.schedule != "step":
             raise ValueError(f"milestones must be given with schedule step, got {self.schedule}")
         if self.schedule == "linear_held" and self.average_from is None:
@@ -250,19 +269,6 @@ class TrainingConfig:
         if (self.activation_penalty or self.change_penalty) and self.compile:
             raise ValueError("compile must be False with activation_penalty and change_penalty, "
                              "which read activations inside the model")  # fmt: skip
-        self._check_noise()
-        if isinstance(self.augment, str):
-            raise ValueError(f"augment must be a bool or an Augmentation, got {self.augment!r}")
-        # Read-only, and equal to what run.json gives back.
-        stored = {
-            "keep": tuple(self.keep),
-            "milestones": tuple(self.milestones),
-            "optimizer_settings": MappingProxyType(dict(self.optimizer_settings)),
-            "augment": self.augment or False,
-            "device": None if self.device is None else str(self.device),
-        }
-        for name, value in stored.items():
-            object.__setattr__(self, name, value)
 
     def _check_noise(self) -> None:
         defaults = {entry.name: entry.default for entry in fields(self)}

@@ -163,10 +163,45 @@ def _quantiles(law: Law, p: Tensor) -> Tensor:
     return torch.where(p == 0, low, torch.where(p == 1, high, x.clamp(low, high)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SymmetricLaw(Law):
+    """A continuous law that is symmetric about its mean."""
+
+    mean: float = 0.0
+    variance: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_range("mean", self.mean)
+        if not math.isfinite(self.mean):
+            raise ValueError(f"mean must be finite, got {self.mean}")
+        check_positive("variance", self.variance)
+
+    @property
+    def atoms(self) -> Atoms:
+        """None: the law is continuous."""
+        return NO_ATOMS
+
+    @staticmethod
+    @abstractmethod
+    def _central(j: int) -> int:
+        """Return the central moment of degree ``2 j`` for a variance of 1."""
+
+    def _moment(self, degree: int) -> float:
+        # sum_j binom(k, 2j) mu^(k - 2j) v^j c_j
+        terms = (
+            math.comb(degree, 2 * j)
+            * self.mean ** (degree - 2 * j)
+            * self.variance**j
+            * self._central(j)
+            for j in range(degree // 2 + 1)
+        )
+        return math.fsum(terms)
+
+
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Normal(Law):
+class Normal(_SymmetricLaw):
     r"""The normal law.
 
     Attributes:
@@ -174,29 +209,16 @@ class Normal(Law):
         variance: Variance.
     """
 
-    mean: float = 0.0
-    variance: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_mean(self.mean)
-        check_positive("variance", self.variance)
-
     @property
     def support(self) -> tuple[float, float]:
         """From 8.3 standard deviations below the mean to 8.3 above: all but a mass of 1e-16."""
         reach = 8.3 * math.sqrt(self.variance)
         return self.mean - reach, self.mean + reach
 
-    @property
-    def atoms(self) -> Atoms:
-        """None: the law is continuous."""
-        return NO_ATOMS
-
-    def _moment(self, degree: int) -> float:
-        r"""Return :math:`\sum_j \binom{k}{2j} \mu^{k - 2j} v^j (2j - 1)!!`."""
-        return _central_sum(
-            self.mean, self.variance, degree, lambda j: math.prod(range(1, 2 * j, 2))
-        )
+    @staticmethod
+    def _central(j: int) -> int:
+        # (2j - 1)!!
+        return math.prod(range(1, 2 * j, 2))
 
     def stieltjes(self, z: Tensor) -> Tensor:
         r"""Return :math:`G(z) = -i \sqrt{\pi / 2v}\, w((z - \mu)/\sqrt{2v})`, by Faddeeva's w."""
@@ -216,7 +238,7 @@ class Normal(Law):
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Semicircle(Law):
+class Semicircle(_SymmetricLaw):
     r"""Wigner's semicircle, the law of symmetric matrices with independent entries.
 
     .. math:: p(x) = \frac{2}{\pi R^2} \sqrt{R^2 - (x - \mu)^2}, \qquad R = 2 \sqrt v
@@ -231,29 +253,16 @@ class Semicircle(Law):
     Reference: *Spectral Machine Learning*, Theorems 9 and 13.
     """
 
-    mean: float = 0.0
-    variance: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_mean(self.mean)
-        check_positive("variance", self.variance)
-
     @property
     def support(self) -> tuple[float, float]:
         """The two edges."""
         radius = 2 * math.sqrt(self.variance)
         return self.mean - radius, self.mean + radius
 
-    @property
-    def atoms(self) -> Atoms:
-        """None: the law is continuous."""
-        return NO_ATOMS
-
-    def _moment(self, degree: int) -> float:
-        r"""Return :math:`\sum_j \binom{k}{2j} \mu^{k - 2j} v^j C_j`, with Catalan numbers."""
-        return _central_sum(
-            self.mean, self.variance, degree, lambda j: math.comb(2 * j, j) // (j + 1)
-        )
+    @staticmethod
+    def _central(j: int) -> int:
+        # The Catalan number C_j
+        return math.comb(2 * j, j) // (j + 1)
 
     def stieltjes(self, z: Tensor) -> Tensor:
         r"""Return :math:`G(z) = 2 / (z - \mu + \sqrt{z - a} \sqrt{z - b})`, ``(k,)`` complex."""
@@ -368,20 +377,6 @@ class MarchenkoPastur(Law):
             return part.clamp(0, 1)
         # The nonzero eigenvalues have the mass 1/q, and 0 has the mass 1 - 1/q.
         return torch.where(x < 0, 0.0, 1 - (1 - part.clamp(0, 1)) / self.ratio)
-
-
-def _check_mean(mean: float) -> None:
-    check_range("mean", mean)
-    if not math.isfinite(mean):
-        raise ValueError(f"mean must be finite, got {mean}")
-
-
-def _central_sum(mean: float, variance: float, degree: int, number: Any) -> float:
-    terms = (
-        math.comb(degree, 2 * j) * mean ** (degree - 2 * j) * variance**j * number(j)
-        for j in range(degree // 2 + 1)
-    )
-    return math.fsum(terms)
 
 
 def as_upper(z: Tensor) -> Tensor:

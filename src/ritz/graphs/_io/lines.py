@@ -132,14 +132,14 @@ def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iter
             raise GraphError(f"{name} is a {state} {kind} file: {error}") from error
 
 
-def peek(path: str | os.PathLike[str], size: int = 2**16) -> bytes:
+def peek(path: str | os.PathLike[str]) -> bytes:
     """Return the first bytes of a file, decompressed; raise if they are not text."""
     with open_source(path, progress=False) as source:
-        head = source.read(size).removeprefix(_BOM)
+        head = source.read(CHUNK // 2).removeprefix(_BOM)
         if b"\0" in head:
             raise GraphError(f"{source.name} is a binary file, not a text that describes a graph")
         if not head.strip():
-            head += source.read(size)
+            head += source.read(CHUNK // 2)
     return head
 
 

@@ -270,28 +270,22 @@ def brackets(
         raise floor_error(low, float(nodes.min()))
     gauss = (weights * evaluate(nodes)).sum(1)
     roundoff = roundoff_error(nodes, weights, spaces.unit, function, low)
-    unknown = spaces.couplings.abs().amax((1, 2)) > 0  # the spaces of the others are invariant
-    if not bool(unknown.any()):
+    unfinished = spaces.couplings.abs().amax((1, 2)) > 0  # the other spaces are invariant
+    if not bool(unfinished.any()):
         return Brackets(gauss, torch.zeros_like(gauss), roundoff)
+    unknown = Brackets(gauss, torch.where(unfinished, torch.inf, 0.0), roundoff)
     width = spaces.couplings.shape[2]
     if spaces.matrices.shape[1] < TUNING.fewest_steps * width:
-        return Brackets(gauss, torch.where(unknown, torch.inf, 0.0), roundoff)
+        return unknown
     # |A y - theta y| = |B (e)_last| for the Ritz vector y of the eigenvector e of T. Squares of
     # small or large entries leave the range.
     scale = power_of_two(spaces.couplings)
     residuals = scale * ((spaces.couplings / scale) @ vectors[:, -width:]).norm(dim=1)
     before = spaces.shorter()
     changes = [_forms(before.matrices, first, evaluate) - gauss]
-    ends = []
-    for end, sign in ((0, -1.0), (-1, 1.0)):
-        run = int((sign * values[:, end]).argmax())
-        inner = float(values[run, end])
-        outer = inner + sign * float(residuals[run, end])
-        node = floor if floor is not None and sign < 0 else _reachable(function, inner, outer)
-        if node is None:
-            return Brackets(gauss, torch.where(unknown, torch.inf, 0.0), roundoff)
-        # There is no rule with a node at an eigenvalue of T: move the node just beyond it.
-        ends.append(sign * max(sign * node, sign * inner + 1e-14 * float(values.abs().max())))
+    ends = _spectrum_ends(values, residuals, function, floor)
+    if ends is None:
+        return unknown
 
     def within(points: Tensor) -> Tensor:
         # The nodes lie between the ends, except for roundoff in a nearly singular system.
@@ -301,7 +295,7 @@ def brackets(
     if bounds and floor is not None:
         # As steps are added the Gauss rules fall and the Gauss-Radau rules rise, or the reverse.
         # Extrapolated linearly they meet at  gauss + fall / (rise + fall) * (radau - gauss).
-        fall, gap = changes[0], torch.where(unknown, changes[1], 0.0)
+        fall, gap = changes[0], torch.where(unfinished, changes[1], 0.0)
         rise = changes[1] + gauss - _forms(before.extended(ends[0]), first, within)
         share = torch.where(rise * fall > 0, fall / (rise + fall), 0.5)
         return Brackets(gauss + share * gap, share.maximum(1 - share) * gap.abs(), roundoff)
@@ -313,7 +307,7 @@ def brackets(
         else:
             mass = partial(_loose_mass, values, weights, residuals)
         gap = gap.maximum(_unresolved(values, ends, mass, function))
-    return Brackets(gauss, torch.where(unknown, gap, 0.0), roundoff)
+    return Brackets(gauss, torch.where(unfinished, gap, 0.0), roundoff)
 
 
 def _forms(matrices: Tensor, first: int, function: Function) -> Tensor:
@@ -393,6 +387,23 @@ def _loose_mass(values: Tensor, weights: Tensor, residuals: Tensor, points: Tens
     none = torch.zeros_like(loose[:, :1])
     between = torch.cat([none, loose], 1).maximum(torch.cat([loose, none], 1))
     return between.repeat_interleave(points.shape[1] // between.shape[1], 1)
+
+
+def _spectrum_ends(
+    values: Tensor, residuals: Tensor, function: Function, floor: float | None
+) -> tuple[float, float] | None:
+    """Return the ends of the spectrum, or ``None`` if a pole of the function may lie within."""
+    ends = []
+    for end, sign in ((0, -1.0), (-1, 1.0)):
+        run = int((sign * values[:, end]).argmax())
+        inner = float(values[run, end])
+        outer = inner + sign * float(residuals[run, end])
+        node = floor if floor is not None and sign < 0 else _reachable(function, inner, outer)
+        if node is None:
+            return None
+        # There is no rule with a node at an eigenvalue of T: move the node just beyond it.
+        ends.append(sign * max(sign * node, sign * inner + 1e-14 * float(values.abs().max())))
+    return ends[0], ends[1]
 
 
 def _reachable(function: Function, inner: float, outer: float) -> float | None:

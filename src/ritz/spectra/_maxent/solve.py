@@ -210,9 +210,24 @@ def maxent(
     # overflow, and zero times infinity is NaN.
     squares = torch.atleast_2d(deviations).clamp_max(TUNING.largest**0.5).square()
     errors = (squares @ change.square().T)[:, 1:].clamp_max(TUNING.largest)
+    densities = _densities(solver, targets, errors, roundoff, support, prior)
+    if isinstance(moments, Moments):
+        return replace(densities[0], matrix=moments.matrix, batch_norm=moments.batch_norm)
+    return tuple(densities) if vectors.ndim == 2 else densities[0]
+
+
+def _densities(
+    solver: Solver,
+    targets: Tensor,
+    errors: Tensor,
+    roundoff: Tensor,
+    support: Interval,
+    prior: Prior,
+) -> list[EntropicDensity]:
+    """Return one density per row of moments ``(N, m)``, with variances of these shapes."""
     levels = [errors.clamp_min(level) for level in TUNING.ladder]
-    densities: list[EntropicDensity] = []
-    for rows in torch.arange(len(raw)).split(max(1, TUNING.block // len(rule.points))):
+    densities, size = [], len(solver.rule.points)
+    for rows in torch.arange(len(targets)).split(max(1, TUNING.block // size)):
         variances = [level[rows] + roundoff[rows] for level in levels]
         solution, ridge = solver.solve(targets[rows], variances)
         resolves = solver.resolves(solution).tolist()
@@ -231,14 +246,12 @@ def maxent(
                 fitted=solution.fitted[i],
                 ridge=ridge[i],
                 relaxation=relaxation,
-                grid_size=len(rule.points),
+                grid_size=size,
                 num_steps=steps,
                 status=status if resolves[i] else UNRESOLVED,
             )
             densities.append(density)
-    if isinstance(moments, Moments):
-        return replace(densities[0], matrix=moments.matrix, batch_norm=moments.batch_norm)
-    return tuple(densities) if vectors.ndim == 2 else densities[0]
+    return densities
 
 
 def _read(
