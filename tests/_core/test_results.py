@@ -115,7 +115,7 @@ def test_the_interval_of_normal_samples_is_students_but_for_few_samples(count, e
 
 
 @pytest.mark.parametrize(("count", "slack"), [(4, 0.16), (16, 0.03), (64, 0.01)])
-def test_the_interval_holds_the_mean_of_normal_samples_as_often_as_it_says(rng, count, slack):
+def test_the_interval_of_normal_samples_contains_the_mean_with_its_probability(rng, count, slack):
     draws = torch.randn(count, 20_000, generator=rng, dtype=torch.float64)
     estimates = Estimate.of(draws, method="probes", num_products=count)
     for level in (0.8, 0.95, 0.99):
@@ -125,7 +125,7 @@ def test_the_interval_holds_the_mean_of_normal_samples_as_often_as_it_says(rng, 
 
 
 @pytest.mark.parametrize("count", [4, 8, 16, 32, 64])
-def test_the_interval_of_quadratic_forms_of_rank_one_holds_their_mean(rng, count):
+def test_the_interval_of_quadratic_forms_of_rank_one_contains_their_mean(rng, count):
     skewed = torch.randn(count, 20_000, generator=rng, dtype=torch.float64).square()
     estimates = Estimate.of(skewed, method="probes", num_products=count)
     for level, least in ((0.95, 0.94), (0.999, 0.993)):
@@ -170,7 +170,7 @@ def test_an_error_without_degrees_of_freedom_is_that_of_a_normal_distribution():
 
 
 @pytest.mark.parametrize("level", [-0.1, 1.1, math.nan])
-def test_a_level_that_is_no_probability_is_refused(level):
+def test_a_level_that_is_not_a_probability_is_refused(level):
     with pytest.raises(ValueError, match=r"level must be between 0\.0 and 1\.0"):
         Estimate.exact(2.0, method="exact").interval(level)
 
