@@ -229,7 +229,10 @@ def advise(
     run = lanczos(op, num_steps=num_steps, vectors=True, **shared)
     prediction = batch_prediction(risk, batch_sizes=sizes, matrix=matrix, pairs=run, **shared)
     noise, sharpness = noise_of(op, **shared), _sharpness(risk)
-    scaled = None if state is None else _preconditioned(risk, state, matrix, generator)
+    scaled = None
+    if state is not None:
+        divisor = divisors(risk, state)
+        scaled = preconditioned_curvature(risk, divisor, matrix=matrix, generator=generator)
     update: Any = {"optimizer": optimizer, "momentum": momentum, "known": known}
     figures = Figures(prediction, run.values[run.values > 0], **update)
     edge, rate = figures.edges(scaled)
@@ -382,13 +385,6 @@ def _maker(
         return lambda params, rate: Adam(params, lr=rate, betas=(momentum, 0.999))
     nesterov = optimizer == "nesterov"
     return lambda params, rate: SGD(params, lr=rate, momentum=momentum, nesterov=nesterov)
-
-
-def _preconditioned(
-    risk: Risk, state: Optimizer, matrix: CurvatureMatrix, generator: torch.Generator
-) -> tuple[Estimate, Estimate]:
-    divisor = divisors(risk, state)
-    return preconditioned_curvature(risk, divisor, matrix=matrix, generator=generator)
 
 
 def _sharpness(risk: Risk) -> Estimate:

@@ -25,7 +25,7 @@ from ritz.measures._batch_models import (
 )
 from ritz.measures._batch_subspace import Projections, project, small_batches
 from ritz.measures._groups import check_batch_sizes, check_groups, random_groups, random_vectors
-from ritz.measures._outliers import vector_errors
+from ritz.measures._outliers import check_pairs, vector_errors
 from ritz.operators import ShiftedOperator
 from ritz.spectra import Eigenpairs, Spectrum, eigenpairs
 
@@ -229,10 +229,8 @@ def batch_prediction(
     count = sum(risk.batch_rows)
     sizes = check_batch_sizes(batch_sizes, count)
     check_count("num_draws", num_draws, low=10)
-    if pairs is not None and not isinstance(pairs, Eigenpairs | Spectrum):
-        raise TypeError(
-            f"pairs must be a result of eigenpairs() or lanczos(), got {type(pairs).__name__}"
-        )
+    if pairs is not None:
+        check_pairs(pairs)
     generator = resolve_generator(generator)
     if group_size is None:
         group_size = max(1, count // TUNING.num_groups)
@@ -247,7 +245,12 @@ def batch_prediction(
     projections = _projections(risk, matrix, basis, group_size, generator, progress)
     spent = projections.columns + (lambda_max.num_products if pairs is None else 0)
     facts = Facts(projections, lambda_max, angle, risk.l2, spent, generator.initial_seed())
-    models = _models(facts, sizes, num_draws, generator)
+    models = {
+        "subspace": subspace(facts, sizes, num_draws, generator),
+        "directional": directional(facts, sizes),
+        "additive": additive(facts, sizes),
+        "multiplicative": multiplicative(facts, sizes),
+    }
     few = _few(sizes, group_size, count)
     best, extra = models["subspace"], 0.0
     if few:
@@ -274,17 +277,6 @@ def batch_prediction(
         cost=spent + extra,
         seed=generator.initial_seed(),
     )
-
-
-def _models(
-    facts: Facts, sizes: Sequence[int], num_draws: int, generator: torch.Generator
-) -> dict[str, BatchCurve]:
-    return {
-        "subspace": subspace(facts, sizes, num_draws, generator),
-        "directional": directional(facts, sizes),
-        "additive": additive(facts, sizes),
-        "multiplicative": multiplicative(facts, sizes),
-    }
 
 
 def _few(sizes: Sequence[int], group_size: int, count: int) -> list[int]:
@@ -355,9 +347,8 @@ def _basis(
             generator=generator,
             progress=progress,
         )
-    if pairs.vectors is None:
-        raise ValueError("pairs must have vectors: pass vectors=True to eigenpairs() or lanczos()")
-    rows, width = pairs.vectors.shape
+    vectors = check_pairs(pairs)
+    rows, width = vectors.shape
     if rows != risk.space.size or width < num_vectors:
         raise ValueError(
             f"pairs must have {num_vectors} vectors or more of {risk.space.size} rows, got "
@@ -366,7 +357,7 @@ def _basis(
     # Only pairs at the upper end are used, because the equation is for the largest eigenvalue.
     chosen = pairs.values.argsort(descending=True)[:num_vectors]
     # Ritz vectors of partial re-orthogonalisation are orthogonal to the root of roundoff only.
-    basis = torch.linalg.qr(pairs.vectors[:, chosen.to(pairs.vectors.device)])[0]
+    basis = torch.linalg.qr(vectors[:, chosen.to(vectors.device)])[0]
     first = chosen[0]
     lambda_max = Estimate.exact(
         pairs.values[first],
@@ -431,10 +422,8 @@ def _measured(
                     ShiftedOperator(op, scale), largest=1, rtol=TUNING.rtol_measured,
                     certify="none", generator=generator,
                 )  # fmt: skip
-                if pairs.vectors is None:
-                    raise RuntimeError("eigenpairs() returned no vectors")
                 value = float(pairs.values[0]) - scale
-                rows.append([value, float(pairs.vectors[:, 0] @ leading) ** 2])
+                rows.append([value, float(check_pairs(pairs)[:, 0] @ leading) ** 2])
                 cost += pairs.num_products * size / total
                 bar.update(index * num_batches + done)
             columns.append(of_samples(torch.tensor(rows, dtype=torch.float64)))

@@ -10,7 +10,7 @@ from torch import nn
 from ritz._core.checks import is_below
 from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress
-from ritz._core.results import Status
+from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
@@ -23,7 +23,7 @@ MakeRisk = Callable[[nn.Module], Risk]
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibratedSharpness:
+class CalibratedSharpness(HasStatus):
     r"""The largest eigenvalue of a folded and calibrated network.
 
     Attributes:
@@ -49,10 +49,6 @@ class CalibratedSharpness:
 
     def __float__(self) -> float:
         return self.lambda_max
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless both have converged."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         left = f", not folded: {', '.join(self.unfolded)}" if self.unfolded else ""

@@ -288,13 +288,7 @@ def gradient_overlap(
     Reference: *Spectral Machine Learning*, equation 5.34, with its sign corrected.
     """
     check_risk(risk)
-    if not isinstance(pairs, Eigenpairs | Spectrum):
-        raise TypeError(
-            f"pairs must be a result of eigenpairs() or lanczos(), got {type(pairs).__name__}"
-        )
-    if pairs.vectors is None:
-        raise ValueError("pairs must have vectors: pass vectors=True to eigenpairs() or lanczos()")
-    theta = risk.theta
+    vectors, theta = check_pairs(pairs), risk.theta
     g = risk.gradient() if gradient is None else gradient
     check_tensor("gradient", g, dtype=theta.dtype, device=theta.device, rows=len(theta))
     check_finite("gradient", g)
@@ -305,7 +299,7 @@ def gradient_overlap(
     # Eigenpairs ascend; the largest eigenvalues come first here.
     order = pairs.values.argsort(descending=True)
     values, errors = pairs.values[order], vector_errors(pairs)[order]
-    cosines = (pairs.vectors.T @ unit).double().cpu()[order]
+    cosines = (vectors.T @ unit).double().cpu()[order]
     overlaps = cosines.square()
     # An eigenvector off by an angle of sine s changes a cosine c by at most s.
     slack = 2 * cosines.abs() * errors + errors.square()
@@ -328,6 +322,17 @@ def gradient_overlap(
         gradient_norm=norm,
         matrix=matrix,
     )
+
+
+def check_pairs(pairs: Eigenpairs | Spectrum) -> Tensor:
+    """Return the vectors ``(P, k)`` of Ritz pairs; raise if there are none."""
+    if not isinstance(pairs, Eigenpairs | Spectrum):
+        raise TypeError(
+            f"pairs must be a result of eigenpairs() or lanczos(), got {type(pairs).__name__}"
+        )
+    if pairs.vectors is None:
+        raise ValueError("pairs must have vectors: pass vectors=True to eigenpairs() or lanczos()")
+    return pairs.vectors
 
 
 def vector_errors(pairs: Eigenpairs | Spectrum) -> Tensor:

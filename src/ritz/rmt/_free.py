@@ -27,8 +27,8 @@ from ritz._core.checks import is_below
 from ritz._core.density import Atoms
 from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
-from ritz.rmt._laws import Law, MarchenkoPastur, as_upper, reflected
-from ritz.rmt._transforms import Band, Measure, Transformable, as_measure, fit_band
+from ritz.rmt._laws import Law, MarchenkoPastur
+from ritz.rmt._transforms import Band, Banded, Measure, Transformable, as_measure, fit_band
 
 Kind = Literal["sum", "product"]
 
@@ -75,7 +75,7 @@ TUNING = Tuning()
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreeDensity(Law, HasStatus):
+class FreeDensity(Banded, Law, HasStatus):
     """The law of a free sum or product, as series over the bands of its support.
 
     Attributes:
@@ -93,31 +93,6 @@ class FreeDensity(Law, HasStatus):
     points: Tensor
     masses: Tensor
     status: Status
-
-    @property
-    def support(self) -> tuple[float, float]:
-        """Smallest and largest edge of a band, or atom."""
-        points = self.points.tolist()
-        lows = [band.low for band in self.bands] + points
-        return min(lows), max([band.high for band in self.bands] + points)
-
-    @property
-    def atoms(self) -> Atoms:
-        """Points of positive mass."""
-        return Atoms(self.points, self.masses)
-
-    def _moment(self, degree: int) -> float:
-        """Return the mean of a power, exactly for the series."""
-        total = float(self.masses @ self.points**degree)
-        return total + math.fsum(band.moment(degree) for band in self.bands)
-
-    def stieltjes(self, z: Tensor) -> Tensor:
-        """Return the Stieltjes transform of the series, also on the real line, from above."""
-        w = as_upper(z)
-        total = ((1 / (w[..., None] - self.points)) * self.masses).sum(-1)
-        for band in self.bands:
-            total = total + band.stieltjes(w)
-        return reflected(z, total)
 
     def __str__(self) -> str:
         low, high = self.support

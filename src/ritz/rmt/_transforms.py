@@ -176,35 +176,52 @@ class Points:
         return torch.cat(parts).reshape(z.shape)
 
 
-@storable
-@dataclass(frozen=True, slots=True)
-class Smooth:
-    """A measure of one band and of atoms."""
+class Banded:
+    """Base class of measures of bands and atoms: ``bands``, ``points`` and ``masses``."""
 
-    band: Band
+    __slots__ = ()
+    bands: tuple[Band, ...]
     points: Tensor
     masses: Tensor
 
     @property
     def support(self) -> tuple[float, float]:
-        """Smallest and largest point."""
-        ends = [self.band.low, self.band.high, *self.points.tolist()]
-        return min(ends), max(ends)
+        """Smallest and largest edge of a band, or atom."""
+        points = self.points.tolist()
+        lows, highs = ([getattr(band, end) for band in self.bands] for end in ("low", "high"))
+        return min(lows + points), max(highs + points)
 
     @property
     def atoms(self) -> Atoms:
         """Points of positive mass."""
         return Atoms(self.points, self.masses)
 
-    def moment(self, degree: int) -> float:
-        """Return the mean of a power."""
-        return self.band.moment(degree) + float(self.masses @ self.points**degree)
-
     def stieltjes(self, z: Tensor) -> Tensor:
-        """Return the transform, on the real line from above."""
+        """Return the Stieltjes transform of the series, also on the real line, from above."""
         w = as_upper(z)
         total = ((1 / (w[..., None] - self.points)) * self.masses).sum(-1)
-        return reflected(z, total + self.band.stieltjes(w))
+        for band in self.bands:
+            total = total + band.stieltjes(w)
+        return reflected(z, total)
+
+    def _moment(self, degree: int) -> float:
+        """Return the mean of a power, exactly for the series."""
+        total = float(self.masses @ self.points**degree)
+        return total + math.fsum(band.moment(degree) for band in self.bands)
+
+
+@storable
+@dataclass(frozen=True, slots=True)
+class Smooth(Banded):
+    """A measure of bands and of atoms."""
+
+    bands: tuple[Band, ...]
+    points: Tensor
+    masses: Tensor
+
+    def moment(self, degree: int) -> float:
+        """Return the mean of a power."""
+        return self._moment(degree)
 
 
 def as_measure(measure: Measure) -> Transformable:
@@ -238,7 +255,7 @@ def _by_rule(density: Density) -> Transformable:
     band, end = fit_band(density.pdf, low, high, last_nodes=TUNING.last_nodes, tail=TUNING.tail)
     if end <= TUNING.tail and band.mass > 0:
         scale = (1 - float(atoms.masses.sum())) / band.mass
-        return Smooth(replace(band, waves=scale * band.waves), atoms.points, atoms.masses)
+        return Smooth((replace(band, waves=scale * band.waves),), atoms.points, atoms.masses)
     nodes, weights = (torch.from_numpy(array) for array in leggauss(TUNING.nodes))
     x = 0.5 * (low + high) + 0.5 * (high - low) * nodes
     # Gauss-Legendre weights, normalised to the mass that the atoms leave.
