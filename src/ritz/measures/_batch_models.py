@@ -1,21 +1,24 @@
-"""The models of ``batch_prediction``: each function returns the ``BatchCurve`` of one model."""
+"""Curves of the largest eigenvalue over batch sizes, one function for each prediction."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from ritz._core.results import Estimate, Status, stderr
 from ritz._core.storage import storable
-from ritz.measures._batch_subspace import Draws, Projections, choose_groups, draw_batches
+from ritz.measures._batch_subspace import Projections, choose_groups, draw_batches
 from ritz.measures._groups import without_replacement
 from ritz.rmt import additive_spikes, multiplicative_spikes
 
 # Mean, standard error and truncation of a number.
 Number = tuple[float, float, float]
 UNKNOWN: Number = (math.nan, math.nan, math.nan)
+# Fewest draws whose mean is corrected by the change of first order.
+FEWEST = 10
 
 
 @storable
@@ -25,12 +28,12 @@ class BatchCurve:
 
     Attributes:
         value: Mean of :math:`\lambda_1` over batches, ``(S,)``.
-        spread: Standard deviation of :math:`\lambda_1` between batches, ``(S,)``; NaN if the model
-            does not predict it.
+        spread: Standard deviation of :math:`\lambda_1` between batches, ``(S,)``; NaN where the
+            model says nothing about it.
         overlap: Mean of :math:`|\langle \varphi', \varphi_1 \rangle|^2`, the squared cosine between
             the leading eigenvectors of a batch and of all data, ``(S,)``.
-        source: Source of each of the ``S`` entries: ``measured``, ``subspace``, ``directional``,
-            ``additive`` or ``multiplicative``.
+        source: Where each entry comes from: ``measured``, ``subspace``, ``directional``,
+            ``additive`` or ``multiplicative``, ``S`` of them.
     """
 
     value: Estimate
@@ -40,7 +43,7 @@ class BatchCurve:
 
 
 class Facts:
-    """Input of all models: the projections, and the numbers that follow from them.
+    """What all predictions use: the projections, and the numbers that follow from them.
 
     Args:
         projections: Projections of groups of samples.
@@ -63,7 +66,7 @@ class Facts:
         self.projections, self.l2 = projections, l2
         self.num_products, self.seed = num_products, seed
         self.value = float(lambda_max.mean) - l2
-        # All predictions inherit the error of the eigenvalue of all data.
+        # No prediction is known better than the eigenvalue of all data that it starts from.
         self.slack = float(lambda_max.truncation)
         p = projections
         size, rank = p.num_parameters, p.small.shape[1]
@@ -74,7 +77,7 @@ class Facts:
         largest = float(along.mean(0).max())
         tilt = 2 * angle * math.sqrt(max(float(self.along), 0.0) * largest)
         self.along = replace(self.along, truncation=torch.tensor(tilt, dtype=torch.float64))
-        # Relative standard error of V(phi_1) over groups.
+        # Relative error of V(phi_1), from the groups, which do not show all samples.
         self.relative = float(self.along.stderr) / max(float(self.along), 1e-300)
         outside = p.factor * p.gaps
         # P sigma^2 = (1/P) (sum of V in U + (P - k) E V(z)), and z is orthogonal to U.
@@ -82,7 +85,7 @@ class Facts:
         inside = along.sum(1) / size
         probed = outside.mean(1) if outside.shape[1] else torch.zeros_like(inside)
         grouped = self._over_groups(inside + left * probed, "P sigma^2")
-        # If the orthogonal probes span the complement, their mean is exact.
+        # As many orthogonal probes as there are dimensions outside show all of it.
         complete = outside.shape[1] == size - rank
         sampled = 0.0 if complete else _error(outside.mean(0)) * left
         self.variance = replace(
@@ -168,18 +171,35 @@ def curve(
     return BatchCurve(value=value, spread=spread, overlap=overlap, source=(source,) * len(columns))
 
 
-def of_samples(samples: Tensor) -> tuple[Number, Number, Number]:
-    """Return value, spread and overlap of batches with values and overlaps ``(d, 2)``."""
-    values, overlaps = samples.T
+def of_samples(values: Tensor, overlaps: Tensor, changes: Tensor) -> tuple[Number, Number, Number]:
+    """Return value, spread and overlap of batches, ``(d,)`` each.
+
+    The changes of first order are ``phi_1' (H_B - H) phi_1``. Their mean over all batches is zero,
+    so their mean over the draws is known error.
+    """
     if len(values) == 1:
         return (float(values), 0.0, 0.0), (0.0, 0.0, 0.0), (float(overlaps), 0.0, 0.0)
-    error = float(stderr(values)), float(stderr(overlaps))
-    spread = float(values.std())
+    off = changes - changes.mean()
+    square = float(off @ off)
+    # A slope through a few draws would explain their noise as well.
+    slope = float(off @ values) / square if square > 0 and len(values) >= FEWEST else 0.0
+    adjusted = values - slope * changes
+    # The slope takes one degree of freedom more than the mean.
+    wider = math.sqrt((len(values) - 1) / (len(values) - 2)) if slope else 1.0
     return (
-        (float(values.mean()), error[0], 0.0),
-        (spread, _spread_error(values), 0.0),
-        (float(overlaps.mean()), error[1], 0.0),
+        (float(adjusted.mean()), wider * _skewed_error(adjusted), 0.0),
+        (float(values.std()), _spread_error(values), 0.0),
+        (float(overlaps.mean()), _skewed_error(overlaps), 0.0),
     )
+
+
+def _skewed_error(samples: Tensor) -> float:
+    """Return the standard error of a mean, larger if the samples are skewed.
+
+    A curve does not store its samples, from which an interval takes the skewness.
+    """
+    estimate = Estimate.of(samples, method="mean", num_products=0)
+    return float(estimate.error(0.95)) / float(stdtrit(estimate.degrees, 0.975))
 
 
 def _spread_error(values: Tensor) -> float:
@@ -199,28 +219,20 @@ def subspace(
     """Return the subspace bootstrap, with the changes from coarser versions as truncation."""
     p = facts.projections
     half = p.leading(max(1, p.small.shape[1] // 2))
-    # Without the curvature of groups along their leaks, the equation is of second order.
+    # Without the curvature of a group along its own leak, the equation is that of second order.
     plain = replace(p, curved=False)
     columns = []
     for size in sizes:
         chosen = choose_groups(p, size, num_draws, generator)
         full, fewer, bare = (
-            _summary(draw_batches(part, size, chosen, facts.centre)) for part in (p, half, plain)
+            of_samples(draws.values, draws.overlaps, draws.first)
+            for draws in (
+                draw_batches(part, size, chosen, facts.centre) for part in (p, half, plain)
+            )
         )
         columns.append(_with_errors(full, fewer, bare, facts))
     method = f"{num_draws} batches of {p.num_groups} groups in {p.small.shape[1]} eigenvectors"
     return curve(columns, method, "subspace", facts.num_products, num_draws - 1, facts.seed)
-
-
-def _summary(draws: Draws) -> tuple[Number, Number, Number]:
-    # The first-order change has mean zero over batches. Use it as a control variate.
-    off = draws.first - draws.first.mean()
-    square = float(off @ off)
-    slope = float(off @ draws.values) / square if square > 0 else 0.0
-    adjusted = draws.values - slope * draws.first
-    value = float(adjusted.mean()), float(stderr(adjusted)), 0.0
-    _, spread, overlap = of_samples(torch.stack([draws.values, draws.overlaps], 1))
-    return value, spread, overlap
 
 
 def _with_errors(
@@ -229,10 +241,10 @@ def _with_errors(
     bare: tuple[Number, Number, Number],
     facts: Facts,
 ) -> tuple[Number, Number, Number]:
-    """Add the sampling error of the groups, and the truncation.
+    """Add the error of the groups, and as truncation the larger of two changes.
 
-    The truncation is the larger of two changes: the change from half of the vectors, and half of
-    the last term of the equation, because omitted terms are smaller than that.
+    One is the change from half of the vectors. The other is half of the last term of the equation,
+    as the terms that are left out are smaller than the last one that is kept.
     """
     value, spread, overlap = (number[0] for number in full)
     # To first order the shift is proportional to the variance V(phi_1), the spread to its root,
@@ -253,7 +265,7 @@ def _with_errors(
 def directional(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
     r"""Return :math:`\lambda_1 + V(\varphi_1)/(b (\lambda_1 - s))`, to second order."""
     p, gap = facts.projections, facts.value - facts.centre
-    # phi'(H_B - H) phi is the first-order change. Its mean is zero, and it determines the spread.
+    # phi'(H_B - H) phi is the change of first order: it has mean zero and makes the spread.
     first = p.small[:, 0, 0] - p.small[:, 0, 0].mean()
     variance = p.factor * float(first.square().mean())
     columns = []
@@ -296,7 +308,7 @@ def multiplicative(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
     spikes = multiplicative_spikes(
         facts.value,
         ratio=order / torch.tensor(sizes, dtype=torch.float64),
-        # Minus one standard error could be negative.
+        # An error as large as the bulk itself would make it negative.
         bulk=bulk.double().clamp_min(0.1 * facts.centre)[:, None],
         size=order,
     )

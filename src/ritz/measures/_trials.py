@@ -1,4 +1,4 @@
-"""``critical_sharpness`` from losses along an update; ``trainable_rate`` by short trainings."""
+"""Largest stable steps found by trial: from losses along an update, and by short trainings."""
 
 import copy
 import math
@@ -26,16 +26,16 @@ MakeOptimizer = Callable[[Any, float], Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Limits of the searches of :func:`critical_sharpness` and :func:`trainable_rate`."""
+    """Sizes of the work of :func:`critical_sharpness` and :func:`trainable_rate`."""
 
-    # Length of the first step, relative to the norm of the weights. Most networks of the study
-    # `learning_rates` needed one to six doublings or halvings of it.
+    # First step, relative to the length of the weights. Most networks of the study `learning_rates`
+    # needed one to six doublings or halvings of this step.
     first: float = 1e-2
-    # Maximum number of doublings or halvings: float32 does not resolve a range of steps of 2^40.
+    # Maximum of doublings or halvings: 2^40 is beyond the range of steps that float32 resolves.
     max_doublings: int = 40
-    # A difference of losses below this many eps, relative to the loss, counts as zero.
+    # Differences of losses below so many units of roundoff have no sign.
     roundoff: float = 4.0
-    # Maximum number of doublings of the learning rate. Networks train at 2.7 to 4.2 times the edge.
+    # Maximum of doublings of the learning rate: trials stood at 0.05 to 43 times the edge.
     max_rises: int = 12
 
 
@@ -53,11 +53,10 @@ def critical_sharpness(
     .. math:: \lambda_c = \frac{2}{\eta_c}, \quad
         \eta_c = \min \{\eta > 0 : L(\theta - \eta u) > L(\theta)\}
 
-    A step along :math:`-u` with a learning rate above :math:`\eta_c` raises the loss. On a
-    quadratic with :math:`u = g`, :math:`\lambda_c` is the curvature along the gradient,
-    :math:`g^\top H g / \|g\|^2`. The learning rate is doubled or halved until one value lowers the
-    loss and another raises it, and then bisected. An increase of the loss within a factor of two of
-    the learning rate may be missed.
+    A step along :math:`u` with a learning rate above :math:`\eta_c` raises the loss. On a quadratic
+    with :math:`u = g` it is the curvature along the gradient, :math:`g^\top H g / \|g\|^2`. The
+    step is doubled or halved until the loss changes sides, and then bisected. A hump of the loss
+    that is narrower than a factor of two may be missed.
 
     Cost: about ten forward passes over the data. No gradients, if ``direction`` is given.
 
@@ -65,7 +64,7 @@ def critical_sharpness(
         risk: The loss at a point.
         direction: The update :math:`u`, ``(P,)``, which is subtracted: the step of an optimiser
             divided by its learning rate. Defaults to the gradient.
-        rtol: Half width of the final interval, relative to :math:`\lambda_c`.
+        rtol: The half width of the interval of :math:`\lambda_c`, relative to it.
 
     Returns:
         An :class:`Estimate`. Its truncation is half the last interval. If the loss does not fall
@@ -82,7 +81,7 @@ def critical_sharpness(
     unit = TUNING.roundoff * torch.finfo(risk.theta.dtype).eps * abs(start)
 
     def rises(rate: float) -> float:
-        """Return the increase of the loss; zero if its magnitude is within roundoff."""
+        """Return the rise of the loss; zero if it is not larger than roundoff."""
         nonlocal passes
         passes += 1
         try:
@@ -103,7 +102,7 @@ def critical_sharpness(
         if gap == 0:  # the loss is level to its roundoff
             break
         low, high = (low, middle) if gap > 0 else (middle, high)
-    # 2 / eta lies between 2 / high and 2 / low. Return the middle, and half of the distance.
+    # 2 / eta lies between 2 / high and 2 / low: the middle of the two, and half their distance.
     value, half = 1 / low + 1 / high, 1 / low - 1 / high
     return Estimate.exact(
         value,
@@ -114,10 +113,9 @@ def critical_sharpness(
 
 
 def _bracket(rises: Callable[[float], float], rate: float) -> tuple[float, float]:
-    """Return a learning rate that lowers the loss and one that raises it.
+    """Return learning rates that lower and that raise the loss, 0 and infinity if none does.
 
-    They are 0 and infinity if there is none. If the loss does not change beyond roundoff, the
-    learning rate is doubled.
+    A loss that is level to its roundoff counts as neither, and the rate is doubled.
     """
     low, high = 0.0, math.inf
     for _ in range(TUNING.max_doublings):
@@ -169,15 +167,15 @@ def trainable_rate(
     r"""Return the largest learning rate at which a short training does not diverge, by bisection.
 
     A copy of the model is trained from the weights of the risk with batches drawn without
-    replacement. A training fails if the loss becomes NaN, or if its mean over the last half of the
-    steps is above ``limit`` times the initial loss of all data. The learning rate begins at
-    ``start`` and is doubled or halved until one training passes and another fails, and then
-    bisected. Each trial repeats this with other batches, beginning at the result of the previous
-    trial. The model of the risk is not changed. Its copy is in training mode, with batch statistics
-    and dropout if it has them.
+    replacement. A trial fails if the loss becomes NaN, or if its mean over the last half of the
+    steps is above ``limit`` times the loss of all data at the start. From ``start``, the learning
+    rate is doubled or halved until one training passes and another fails, and then bisected. Every
+    trial repeats this with other batches, from the limit of the trial before. The model of the risk
+    is not changed; its copy trains in training mode, with batch statistics and dropout if it has
+    them.
 
-    The result is usually two to four times the edge of local stability :math:`2/\lambda'_1(B)`,
-    because the weights move to flatter places.
+    From trained weights this is 0.8 to 3.6 times the edge of local stability, in trials of three
+    small networks on MNIST: the weights move to flatter places.
 
     Cost: 4 to 8 trainings of ``num_steps`` batches for the first trial, 2 to 5 for each other.
 
@@ -189,8 +187,8 @@ def trainable_rate(
         start: First learning rate, such as the edge of local stability.
         num_steps: Steps of one training.
         num_trials: Number of repetitions with other batches.
-        rtol: Half width of the final interval of each trial, relative to the learning rate.
-        limit: A training fails if its loss exceeds this multiple of the initial loss.
+        rtol: Half width of the interval of each trial, relative to it.
+        limit: Multiple of the first loss above which a trial fails.
         generator: Source of the batches. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
@@ -211,7 +209,7 @@ def trainable_rate(
             largest, half = _bisect(partial(training.stays, seed=seed), start, factor, rtol)
             limits.append(largest)
             halves.append(half)
-            if math.isfinite(half):  # the limit of other batches is close
+            if math.isfinite(half):  # other batches have a limit nearby
                 start, factor = largest, 1 + 2 * rtol
             bar.update(trial + 1)
     estimate = Estimate.of(
@@ -222,7 +220,7 @@ def trainable_rate(
         status=Status(outcome="completed", message=f"{num_trials} trials"),
         seed=generator.initial_seed(),
     )
-    # The status is `uncertain` if all trainings of a trial passed, or all failed.
+    # Every trial passed or failed, so the limit lies outside of what was tried.
     return estimate.with_status(None, "start from another learning rate")
 
 
@@ -257,7 +255,7 @@ def _bisect(
             high, rate = rate, rate / factor
         if low and math.isfinite(high):
             break
-        # Increase the factor up to 2, in case the limit is far away.
+        # Longer and longer steps, up to doubling: a limit that has moved far is found all the same.
         factor = min(2.0, factor**2)
     if not low or math.isinf(high):  # all passed, or all failed: the limit is not known
         return low or high, math.inf
@@ -278,14 +276,14 @@ class _Training:
         self._risk, self._make, self._limit = risk, make, limit * abs(risk.loss())
         self._batch_size, self._num_steps = batch_size, num_steps
         self._batch, self._count = risk.join_batches()
-        # The adapter has the model, and knows how to call it and its loss.
+        # The adapter holds the model, and knows how it is called and what its loss is.
         self._adapter = copy.deepcopy(risk.adapter).to(risk.theta.dtype).train()
         self._state = copy.deepcopy(self._adapter.model.state_dict())
 
     def stays(self, rate: float, seed: int) -> bool:
         """Return whether the loss stays below its limit with this learning rate."""
         model, risk = self._adapter.model, self._risk
-        # Restore the buffers too, because training changes running statistics.
+        # With the buffers: running statistics of an earlier trial must not stay.
         model.load_state_dict(self._state)
         weights = dict(model.named_parameters())
         with torch.no_grad():
@@ -306,7 +304,7 @@ class _Training:
                 optimizer.zero_grad()
                 batch = take_rows(self._batch, rows.to(risk.theta.device), self._count)
                 loss = self._adapter.loss(*self._adapter(batch))
-                # The loss of the adapter has no L2 term.
+                # The adapter has the loss of a batch alone.
                 if risk.l2:
                     loss = loss + 0.5 * risk.l2 * sum(p.square().sum() for p in chosen)
                 losses.append(float(loss.detach()))
@@ -314,7 +312,7 @@ class _Training:
                     return False
                 loss.backward()
                 optimizer.step()
-        # Use the later steps only: the loss may rise at first and then fall.
+        # Only the later steps: the loss may rise at first and fall again.
         half = losses[len(losses) // 2 :]
         return is_below(sum(half) / len(half), self._limit)
 
