@@ -72,7 +72,7 @@ TOP_PACKAGES = sorted(
 
 
 def package(module):
-    """Return ``spectra`` for ``ritz.spectra._lanczos.run``."""
+    """Return ``spectra`` for ``ritz.spectra._lanczos.spectrum``."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -109,7 +109,7 @@ def border_breaches(module, source):
         if parts[0] != "ritz" or len(parts) < 3 or package(name) == "_core":
             continue
         if package(name) == package(module):
-            # Only modules of ritz.spectra._lanczos import ritz.spectra._lanczos.run.
+            # Only modules of ritz.spectra._lanczos import ritz.spectra._lanczos.spectrum.
             if len(parts) == 4 and module.split(".")[:3] != parts[:3]:
                 yield f"{module} must import from {'.'.join(parts[:3])}, not from {name}"
         elif parts[2] == "_shared" and package(module) in SHARED.get(package(name), ()):
@@ -216,7 +216,7 @@ def test_a_breach_of_the_layers_is_detected(module, source):
         ("ritz.measures._noise", "from ritz.spectra._lanczos import lanczos"),
         ("ritz.measures._noise", "from ritz.spectra import _traces"),
         ("ritz.measures._noise", "import ritz.spectra._traces"),
-        ("ritz.spectra._traces", "from ritz.spectra._lanczos.run import lanczos"),
+        ("ritz.spectra._traces", "from ritz.spectra._lanczos.spectrum import lanczos"),
         ("ritz.cli.train", "from ritz.curvature._shared import Adapter"),
     ],
 )

@@ -103,5 +103,5 @@ def test_data_in_one_piece_are_distinguished_from_batches():
         (1, (1,), {}, None),
     ],
 )
-def test_labels_are_split_from_what_the_model_is_called_with(batch, args, kwargs, labels):
+def test_labels_are_separated_from_the_inputs_of_the_model(batch, args, kwargs, labels):
     assert batches.split_labels(batch) == (args, kwargs, labels)

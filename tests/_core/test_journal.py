@@ -22,7 +22,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_state_comes_back_bit_for_bit(tmp_path):
+def test_a_state_is_restored_bit_for_bit(tmp_path):
     state = {
         "rows": [(0.1, float("nan")), (1 / 3, -0.0)],
         "vector": torch.randn(5, generator=torch.Generator().manual_seed(0)),
@@ -37,7 +37,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path):
     assert torch.equal(found["result"].values, state["result"].values)
 
 
-def test_without_a_path_nothing_is_due_saved_or_loaded(tmp_path, monkeypatch):
+def test_without_a_path_no_save_is_due_and_no_file_is_written_or_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     journal = Journal(None, SETTINGS, interval=0.0)
 
@@ -75,7 +75,7 @@ def test_the_state_of_another_computation_is_refused_by_name(tmp_path, settings,
         Journal(tmp_path / "state", settings).load()
 
 
-def test_a_file_of_results_is_not_taken_for_a_state(tmp_path):
+def test_a_file_of_results_is_not_accepted_as_a_state(tmp_path):
     save(lanczos(torch.eye(3), num_steps=1), tmp_path / "state")
 
     with pytest.raises(ValueError, match=r"is a saved Spectrum: pass a path"):
@@ -98,7 +98,7 @@ def test_a_damaged_state_falls_back_to_the_previous_one_and_stays_safe(tmp_path)
     assert opened(path).load() == [2]
 
 
-def test_no_usable_state_raises_and_says_what_to_do(tmp_path):
+def test_the_error_without_a_usable_state_says_what_to_do(tmp_path):
     (tmp_path / "state").write_bytes(b"")
 
     with (
@@ -205,7 +205,7 @@ def test_vectors_and_half_done_saves_alone_are_no_state(tmp_path):
     assert not has_state(tmp_path / "missing" / "state")
 
 
-def test_a_finished_part_is_not_computed_again_and_its_own_state_is_removed(tmp_path):
+def test_a_finished_part_is_not_computed_again_and_its_state_is_removed(tmp_path):
     def compute(state):
         opened(state).save([], step=1)
         return 7.0

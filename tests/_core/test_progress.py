@@ -93,7 +93,7 @@ def run(clock, stream, times, total):
     return stream.getvalue()
 
 
-def test_a_log_file_is_told_how_long_work_will_take(clock):
+def test_a_log_file_gets_the_expected_time_of_long_work(clock):
     # The first step takes 20 s, since it traces a model; the other 999 take 1.5 s each.
     text = run(clock, io.StringIO(), [20.0, 21.5, 23.0], 1000)
     first, last = text.splitlines()
@@ -106,7 +106,7 @@ def test_short_work_and_a_terminal_get_no_further_line(clock):
     assert run(clock, Terminal(), [20.0, 21.5], 1000).count("\n") == 1
 
 
-def test_time_left_of_resumed_work_is_that_of_its_own_steps(clock):
+def test_time_left_of_resumed_work_ignores_the_steps_before(clock):
     stream = io.StringIO()
     with tracking(Bar(stream), "steps", 200) as bar:
         for done, now in ((150, 5.0), (151, 7.0)):
@@ -124,7 +124,7 @@ def test_durations_have_a_unit_that_suits_them():
     ]
 
 
-def test_stages_count_what_earlier_ones_did():
+def test_later_stages_include_the_units_of_earlier_ones():
     recorder = Recorder()
     with tracking(recorder, "products", 26) as whole:
         stages = Stages(whole)

@@ -115,7 +115,7 @@ def test_the_interval_of_normal_samples_is_students_but_for_few_samples(count, e
 
 
 @pytest.mark.parametrize(("count", "slack"), [(4, 0.16), (16, 0.03), (64, 0.01)])
-def test_the_interval_holds_the_mean_of_normal_samples_as_often_as_it_says(rng, count, slack):
+def test_the_interval_of_normal_samples_contains_the_mean_with_its_probability(rng, count, slack):
     draws = torch.randn(count, 20_000, generator=rng, dtype=torch.float64)
     estimates = Estimate.of(draws, method="probes", num_products=count)
     for level in (0.8, 0.95, 0.99):
@@ -125,7 +125,7 @@ def test_the_interval_holds_the_mean_of_normal_samples_as_often_as_it_says(rng, 
 
 
 @pytest.mark.parametrize("count", [4, 8, 16, 32, 64])
-def test_the_interval_of_quadratic_forms_of_rank_one_holds_their_mean(rng, count):
+def test_the_interval_of_quadratic_forms_of_rank_one_contains_their_mean(rng, count):
     skewed = torch.randn(count, 20_000, generator=rng, dtype=torch.float64).square()
     estimates = Estimate.of(skewed, method="probes", num_products=count)
     for level, least in ((0.95, 0.94), (0.999, 0.993)):
@@ -170,7 +170,7 @@ def test_an_error_without_degrees_of_freedom_is_that_of_a_normal_distribution():
 
 
 @pytest.mark.parametrize("level", [-0.1, 1.1, math.nan])
-def test_a_level_that_is_no_probability_is_refused(level):
+def test_a_level_that_is_not_a_probability_is_refused(level):
     with pytest.raises(ValueError, match=r"level must be between 0\.0 and 1\.0"):
         Estimate.exact(2.0, method="exact").interval(level)
 
@@ -213,7 +213,7 @@ def test_the_interval_scales_with_the_samples(scale):
 
 def test_without_a_tolerance_a_known_error_is_completed():
     estimate = Estimate.of(normal_quantiles(9), method="probes", num_products=9)
-    assert estimate.judged(None) is estimate
+    assert estimate.with_status(None) is estimate
     assert estimate.status == Status(outcome="completed", message="9 probes")
 
 
@@ -223,30 +223,30 @@ def test_a_tolerance_is_reached_if_the_whole_interval_is_within_it(sign):
         normal_quantiles(9), method="probes", num_products=9, truncation=0.1
     ).scaled(sign)
     relative = float(estimate.error()) / abs(float(estimate))
-    assert estimate.judged(relative * 1.001).status == Status(
+    assert estimate.with_status(relative * 1.001).status == Status(
         outcome="converged", message=f"relative error below {relative * 1.001:.2g}"
     )
-    failed = estimate.judged(relative * 0.999).status
+    failed = estimate.with_status(relative * 0.999).status
     assert failed.outcome == "max_steps"
     assert failed.message == f"relative error {relative:.2g}, above rtol {relative * 0.999:.2g}"
 
 
 def test_a_truncation_above_the_tolerance_is_never_converged():
     estimate = Estimate.exact(1.0, method="exact", truncation=0.2)
-    assert estimate.judged(0.1, "use more steps").status.outcome == "max_steps"
-    assert estimate.judged(0.1, "use more steps").status.advice == "use more steps"
-    assert estimate.judged(0.3).status.outcome == "converged"
+    assert estimate.with_status(0.1, "use more steps").status.outcome == "max_steps"
+    assert estimate.with_status(0.1, "use more steps").status.advice == "use more steps"
+    assert estimate.with_status(0.3).status.outcome == "converged"
 
 
 def test_the_advice_is_the_square_of_the_missing_factor():
     samples = normal_quantiles(400)
     estimate = Estimate.of(samples, method="probes", num_products=400)
     rtol = float(estimate.error()) / float(estimate) / 3
-    assert estimate.judged(rtol).status.advice == "use about 9 times as many probes"
+    assert estimate.with_status(rtol).status.advice == "use about 9 times as many probes"
     # Half of what is allowed is truncation, so sampling has the other half.
     half = rtol * float(estimate) / 2
     mixed = Estimate.of(samples, method="probes", num_products=400, truncation=half)
-    assert mixed.judged(rtol).status.advice == "use about 36 times as many probes"
+    assert mixed.with_status(rtol).status.advice == "use about 36 times as many probes"
 
 
 @pytest.mark.parametrize("rtol", [None, 0.1, 1.0])
@@ -254,7 +254,7 @@ def test_the_advice_is_the_square_of_the_missing_factor():
 def test_an_unknown_error_is_uncertain_with_and_without_a_tolerance(rtol, truncation):
     estimate = Estimate.of(
         normal_quantiles(9), method="probes", num_products=9, truncation=truncation
-    ).judged(rtol, "pass floor=")
+    ).with_status(rtol, "pass floor=")
     assert estimate.status.outcome == "uncertain"
     assert estimate.status.advice == "pass floor="
     assert not estimate.status.ok
@@ -266,12 +266,12 @@ def test_one_unknown_entry_makes_an_array_uncertain():
     estimate = Estimate.exact(
         torch.ones(3), method="exact", truncation=torch.tensor([0.0, math.inf, 0.0])
     )
-    assert estimate.judged(0.5).status.outcome == "uncertain"
+    assert estimate.with_status(0.5).status.outcome == "uncertain"
 
 
 def test_a_mean_of_zero_is_converged_only_without_an_error():
-    assert Estimate.exact(0.0, method="exact").judged(0.1).status.outcome == "converged"
-    failed = Estimate.exact(0.0, method="exact", truncation=0.1).judged(0.1).status
+    assert Estimate.exact(0.0, method="exact").with_status(0.1).status.outcome == "converged"
+    failed = Estimate.exact(0.0, method="exact", truncation=0.1).with_status(0.1).status
     assert (failed.outcome, failed.message) == ("max_steps", "relative error inf, above rtol 0.1")
 
 
@@ -280,5 +280,5 @@ def test_the_tolerance_of_an_array_is_that_of_its_norm():
     estimate = Estimate.exact(
         torch.tensor([3.0, 4.0]), method="exact", truncation=torch.tensor([0.3, 0.4])
     )
-    assert estimate.judged(0.101).status.outcome == "converged"
-    assert estimate.judged(0.099).status.outcome == "max_steps"
+    assert estimate.with_status(0.101).status.outcome == "converged"
+    assert estimate.with_status(0.099).status.outcome == "max_steps"

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_noted_and_the_handlers_come_back(number):
+def test_the_first_signal_is_noted_and_the_handlers_are_restored(number):
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 
     with noted_signals() as names:

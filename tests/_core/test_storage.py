@@ -79,7 +79,7 @@ def same(a, b):
 @given(content=values)
 @example(content=(float("nan"), float("inf"), -float("inf"), -0.0))
 @example(content={"a.b": torch.zeros(1), "a": {"b": torch.ones(2)}})  # one name, two tensors
-def test_load_returns_what_was_saved(tmp_path_factory, content):
+def test_load_returns_the_saved_result(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     save(Box(content=content), path)
     assert same(load(path), Box(content=content))

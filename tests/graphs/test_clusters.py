@@ -8,16 +8,8 @@ import torch
 import ritz
 from ritz import graphs
 from ritz.graphs._clusters import Sampled, reconciled, sample_density
-from ritz.graphs._gaps import (
-    Below,
-    Gap,
-    NullSpace,
-    count_below,
-    find_gap,
-    low_stretches,
-    polynomial,
-    widest_between,
-)
+from ritz.graphs._filtered_count import Below, NullSpace, count_below, polynomial
+from ritz.graphs._gaps import Gap, find_gap, low_stretches, widest_between
 from ritz.spectra import maxent
 
 
@@ -187,7 +179,7 @@ def test_without_enough_vectors_there_is_no_count(sampling):
     assert both.estimate == pytest.approx(30, abs=4 * both.estimate_stderr)
 
 
-def test_blocks_grow_until_they_hold_all_eigenvectors(monkeypatch, sampling):
+def test_blocks_grow_until_they_contain_all_eigenvectors(monkeypatch, sampling):
     monkeypatch.setattr("ritz.graphs._clusters._width", lambda *_: 4)
     found = graphs.count_clusters(planted(30))
     assert (found.count, found.certified) == (30, True)

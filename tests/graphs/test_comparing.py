@@ -9,7 +9,7 @@ import torch
 import ritz
 from ritz import graphs
 from ritz.graphs import GraphError
-from ritz.graphs._density import bias, leave_out
+from ritz.graphs._jackknife import bias, leave_out
 
 
 @pytest.fixture(autouse=True)

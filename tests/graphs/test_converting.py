@@ -249,7 +249,7 @@ def test_a_real_igraph_graph_is_converted():
     np.testing.assert_array_equal(dense(graph), np.array(x.get_adjacency().data))
 
 
-def test_to_undirected_accepts_what_as_graph_accepts():
+def test_to_undirected_accepts_the_same_objects_as_as_graph():
     matrix = np.array([[0, 1.0, 0], [0, 0, 2], [0, 0, 0]])
     expected = [[0, 1, 0], [1, 0, 2], [0, 2, 0]]
 

@@ -70,7 +70,7 @@ def test_ids_of_every_length_are_parsed(written, digits):
     assert graph.names.tolist() == ids
 
 
-def test_num_nodes_says_which_vertices_are_isolated(written):
+def test_num_nodes_adds_isolated_vertices(written):
     graph = read(written("1 3\n"), num_nodes=6)
     assert (graph.num_nodes, graph.num_isolated) == (6, 4)
     assert graph.names is None
@@ -227,7 +227,7 @@ def test_decimal_weights_are_rounded_as_python_rounds_them(written, decimals):
 
 
 @pytest.mark.parametrize("line", ["3 4 1 .5", "3 4.5 1", "3.5 4 1", "3 4 1.5 2", "3 4 .", "3-4 1"])
-def test_a_line_of_another_form_is_not_taken_for_a_decimal(written, line):
+def test_a_line_of_another_form_is_not_read_as_a_decimal(written, line):
     file = written("0 1 0.5\n1 2 1.5\n" + line + "\n2 3 2.5\n")
 
     graph = read(file, errors="report")

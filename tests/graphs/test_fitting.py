@@ -72,7 +72,7 @@ def test_block_models_are_recognised_and_their_blocks_counted():
     assert abs(found.parameters["mixing"] - 1.2 / 16.8) <= high - low
 
 
-def test_a_number_of_blocks_that_is_no_power_of_two_is_found_with_its_interval():
+def test_a_number_of_blocks_that_is_not_a_power_of_two_is_within_its_interval():
     inside = torch.full((3, 3), 0.01, dtype=torch.float64).fill_diagonal_(0.1)
     graph = graphs.stochastic_block_model([150] * 3, probabilities=inside, generator=seeded(0))
     found = graphs.fit(graph, models=["stochastic_block_model"], **FAST, generator=seeded(10))

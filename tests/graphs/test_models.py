@@ -150,7 +150,7 @@ def test_new_vertices_attach_to_distinct_others(rng):
     assert int(graph.degrees[6:].min()) == 5
 
 
-def test_the_configuration_model_has_the_given_degrees(rng):
+def test_the_configuration_model_has_the_prescribed_degrees(rng):
     wanted = torch.tensor([3, 3, 2, 2] * 500)
     graph = configuration_model(wanted, generator=rng)
     erased = graph.intake.num_merged + graph.intake.num_self_loops

@@ -117,7 +117,7 @@ def test_advice_can_be_saved_printed_and_written_as_json(advice, tmp_path):
     assert all(sentence.split(":")[0] in first for sentence in advice.sentences)
 
 
-def test_momentum_changes_the_edge_as_its_formula_says(risk, advice):
+def test_momentum_changes_the_edge_by_its_formula(risk, advice):
     for name, factor in (("momentum", 1.9), ("nesterov", 1.9 / 2.8)):
         other = advise(risk, batch_sizes=SIZES, optimizer=name)
         value, full = other.prediction.best.value.mean, other.prediction.lambda_max.mean
@@ -248,7 +248,7 @@ def test_trials_overrule_the_prediction(risk):
     assert "The trials were stable only up to" in advice.sentences[0]
 
 
-def test_a_disagreement_of_trials_is_said(risk):
+def test_sentences_report_a_disagreement_with_trials(risk):
     def frozen(params, rate):
         return SGD(params, lr=1e-9 * rate)
 
@@ -257,7 +257,7 @@ def test_a_disagreement_of_trials_is_said(risk):
     assert "found no limit" in advice.sentences[0] or "than usual" in advice.sentences[0]
 
 
-def test_weights_that_are_not_near_a_minimum_are_said():
+def test_advice_warns_of_weights_that_are_not_near_a_minimum():
     risk = Risk(network(), functional.cross_entropy, samples())
 
     advice = advise(risk, batch_sizes=(16,))
@@ -265,7 +265,7 @@ def test_weights_that_are_not_near_a_minimum_are_said():
     assert any(warning.startswith("not near a minimum") for warning in advice.warnings)
 
 
-def test_batch_norm_is_said_and_its_training_mode_refused():
+def test_batch_norm_gives_a_warning_and_its_training_mode_is_refused():
     risk = trained(norm=True)[0]
 
     advice = advise(risk, batch_sizes=(16,))
@@ -289,7 +289,7 @@ def test_the_cost_is_known_before(risk, advice):
     assert " s: " in advice_cost(risk, timed=True)
 
 
-def test_a_budget_takes_lanczos_steps_and_says_so(risk, advice):
+def test_a_budget_reduces_lanczos_steps_and_a_warning_reports_it(risk, advice):
     found = advise(risk, batch_sizes=SIZES, max_products=55)
 
     assert 14 + found.prediction.cost + found.noise.num_products <= 55
@@ -365,7 +365,7 @@ def test_exponents_and_sentences_follow_from_the_edges(advice):
         assert (f"raises the edge {2**slope:.2g} times" in sentence) == bool(share > 1 / 3)
 
 
-def test_a_loss_without_curvature_is_said():
+def test_advice_reports_a_loss_without_curvature():
     def flat(outputs, target):
         return (outputs - target).mean()
 

@@ -16,7 +16,8 @@ from ritz.measures import (
     curvature_variance,
     measured_batches,
 )
-from ritz.measures._subspace import outliers, without_replacement
+from ritz.measures._batch_subspace import outliers
+from ritz.measures._groups import without_replacement
 from ritz.spectra import eigenpairs
 
 N, P = 256, 30
@@ -90,7 +91,7 @@ def test_predictions_agree_with_all_batches_of_a_linear_model(group_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group_size", [1, 4])
-def test_intervals_hold_the_true_figures_over_thirty_seeds(group_size):
+def test_intervals_contain_the_exact_values_over_thirty_seeds(group_size):
     hits = {0.95: [], 0.999: []}
     for seed in range(30):
         x = inputs(seed)
@@ -150,7 +151,7 @@ def test_a_batch_of_all_samples_is_exact():
     assert float(found.best.spread.mean) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_an_l2_term_shifts_all_values_and_nothing_else():
+def test_an_l2_term_only_shifts_all_values():
     x, options = inputs(), {"batch_sizes": (16, 64), "num_vectors": 6}
     plain = batch_prediction(linear_risk(x), **options)
     shifted = batch_prediction(linear_risk(x, l2=0.7), **options)
@@ -264,7 +265,7 @@ def test_the_outlier_equation_is_that_of_the_whole_matrix():
     assert float(overlap) == pytest.approx(float(exact.eigenvectors[0, -1] ** 2), rel=1e-6)
 
 
-def test_fewer_vectors_leak_what_they_leave_out():
+def test_with_fewer_vectors_the_rest_becomes_a_part_of_the_leak():
     x = inputs()
     risk, seen = linear_risk(x), []
     for count in (5, 10):

@@ -97,7 +97,7 @@ def test_every_value_at_zero_counts_once_the_space_is_closed():
     assert "in [" in str(found)
 
 
-def test_one_step_says_nothing_about_the_origin():
+def test_one_step_gives_no_information_about_the_origin():
     op, _ = separated()
     mass = rank_degeneracy(lanczos(op, num_steps=1), matrix="ggn").mass
     assert float(mass.mean - mass.truncation) <= 0.0
@@ -151,7 +151,7 @@ def test_small_eigenvalues_that_look_like_zero_are_within_the_interval():
     assert found.mass.status.ok
 
 
-def test_a_mass_that_may_be_all_elsewhere_is_uncertain():
+def test_a_mass_that_may_belong_to_other_eigenvalues_is_uncertain():
     op, _ = crowded()
     mass = rank_degeneracy(lanczos_block(op, num_steps=30, num_probes=8), matrix="ggn").mass
     assert mass.status.outcome == "uncertain"
@@ -222,7 +222,7 @@ def test_rank_can_exceed_the_heuristic_comparison():
     assert found.comparison < measured <= found.bound == 306
 
 
-def test_printed_rank_bound_says_that_the_comparison_is_no_bound():
+def test_printed_rank_bound_says_that_the_comparison_is_not_a_bound():
     risk = Risk(network(4, 6, 3), functional.cross_entropy, data(4, 4, 3), l2=0.5)
     text = str(rank_bound(risk))
     assert "<= 8 = min(51 parameters, 12 outputs - 4 terms): a fraction of at least 0.8431" in text

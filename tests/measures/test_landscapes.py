@@ -329,7 +329,7 @@ def test_directions_are_checked(regression, directions, error, match):
         landscape(regression[0], directions, num_points=2)
 
 
-def test_a_spectrum_without_vectors_says_how_to_get_them(regression):
+def test_the_error_for_a_spectrum_without_vectors_says_how_to_get_them(regression):
     bare = ritz.lanczos(regression[1], num_steps=3)
     with pytest.raises(ValueError, match="pass vectors=True"):
         landscape(regression[0], bare)

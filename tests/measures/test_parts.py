@@ -110,7 +110,7 @@ def test_damaged_part_of_a_state_is_computed_again(tmp_path):
     assert_same_files(found, expected, tmp_path)
 
 
-def test_a_budget_takes_fewer_probes_then_fewer_steps_and_says_so():
+def test_a_budget_reduces_probes_and_then_steps_and_the_status_reports_it():
     centre = risk()
     whole = measured(centre)  # 4 rows of 5 steps of 3 probes
     products = [

@@ -135,7 +135,7 @@ def test_the_variance_of_a_probe_is_bounded_for_every_spectrum(condition):
         assert max(ratios) > 0.99 * bound
 
 
-def test_as_many_probes_as_are_said_reach_the_tolerance():
+def test_the_predicted_number_of_probes_reaches_the_tolerance():
     values = torch.ones(200, dtype=torch.float64)
     values[:30] = 10.0
     op = with_spectrum(values, generator=seeded(2))
@@ -150,7 +150,7 @@ def test_as_many_probes_as_are_said_reach_the_tolerance():
     assert spread < 0.02 * (1 + 4 / math.sqrt(2 * 40))
 
 
-def test_entropies_of_dice_lie_as_near_the_maximum_as_jaynes_says():
+def test_entropies_of_dice_concentrate_as_jaynes_predicts():
     tosses, cells, draws = 500, 6, 4000
     gap = bounds.entropy_concentration(tosses, degrees=cells - 1, level=0.9)
 

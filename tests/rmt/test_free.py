@@ -197,7 +197,7 @@ def test_the_laplacian_of_a_random_graph_is_a_semicircle_plus_a_normal_law():
     assert distance(law, drawn) < 1.95 / math.sqrt(n)
 
 
-def test_a_smooth_law_without_a_transform_of_its_own_is_a_short_series():
+def test_a_smooth_law_without_a_closed_transform_becomes_a_short_series():
     law, n = TracyWidom(beta=1), 400
     x, z = grid(-4.0, 3.0, 9), torch.tensor([0.3 + 0.4j, -2.0 - 0.2j], dtype=torch.complex128)
 

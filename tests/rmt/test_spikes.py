@@ -157,7 +157,7 @@ def test_independent_entries_of_unequal_variance_meet_their_model(strength):
     assert abs(ratio - 1) < 4 / math.sqrt(2 * draws)
 
 
-def test_strong_noise_along_a_direction_makes_an_outlier_of_its_own():
+def test_strong_noise_along_a_direction_causes_an_outlier():
     n, v, strength = 400, 1.0, 9.0
     spikes = additive_spikes(0.0, variance=v, along=strength, model="entries", size=n, spread=2 / n)
     noise = spiked_wigner(n, spikes=(), generator=seeded(3)).matrix
@@ -193,7 +193,7 @@ def test_models_agree_to_first_order_where_noise_is_weak():
 
 
 @pytest.mark.parametrize("q", [0.25, 4.0])
-def test_the_largest_of_a_bulk_stays_within_the_finite_edge_as_often_as_said(q):
+def test_the_largest_eigenvalue_of_a_bulk_exceeds_the_finite_edge_with_the_stated_probability(q):
     n, draws = 120, 200
     spikes = multiplicative_spikes(1.0, ratio=q, size=n, level=0.9)
     T = int(n / q)
@@ -209,7 +209,7 @@ def test_the_largest_of_a_bulk_stays_within_the_finite_edge_as_often_as_said(q):
     assert abs(inside / draws - 0.9) < 4 * math.sqrt(0.09 / draws)
 
 
-def test_the_edge_of_a_wigner_matrix_is_passed_as_rarely_as_said():
+def test_wigner_matrices_exceed_the_edge_with_the_stated_probability():
     n, draws = 100, 300
     edges = additive_spikes(torch.tensor([0.1, -0.1]), variance=1.0, size=n, level=0.9).edge
 

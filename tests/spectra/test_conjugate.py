@@ -60,7 +60,7 @@ def test_a_vector_gives_a_vector_and_a_block_its_columns():
         torch.testing.assert_close(single.x, block.x[:, i])
 
 
-def test_a_column_that_has_converged_is_multiplied_no_more():
+def test_a_converged_column_is_not_multiplied_again():
     matrix = torch.diag(torch.tensor([1.0, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
     calls, b = [], torch.eye(5, dtype=torch.float64)[:, [0, 4]]
     b[1:, 1] = 1.0
@@ -70,7 +70,7 @@ def test_a_column_that_has_converged_is_multiplied_no_more():
     assert found.history.shape == (5, 2)
 
 
-def test_as_many_steps_as_different_eigenvalues_are_enough():
+def test_as_many_steps_as_distinct_eigenvalues_suffice():
     eigenvalues = torch.tensor([1.0, 2.0, 5.0]).double().repeat(20)
     op, b = system(eigenvalues=eigenvalues)
     assert len(solve(op, b, rtol=1e-10).history) == 4
@@ -162,7 +162,7 @@ def test_a_preconditioner_that_is_not_positive_definite_is_refused():
 
 
 @pytest.mark.parametrize(("dtype", "smallest"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_ill_conditioning_is_not_taken_for_asymmetry(dtype, smallest):
+def test_ill_conditioning_is_not_mistaken_for_asymmetry(dtype, smallest):
     matrix = torch.diag(torch.tensor([1.0, smallest], dtype=dtype))
     found = solve(matrix, torch.ones(2, dtype=dtype))
     assert found.status.ok
@@ -211,7 +211,7 @@ def test_eigenvalues_over_sixty_decades_need_a_preconditioner(dtype):
     torch.testing.assert_close(best.x.double(), exact, rtol=1e-5, atol=0)
 
 
-def test_a_recurrence_that_overflows_is_told_from_a_bad_product():
+def test_a_recurrence_that_overflows_is_distinguished_from_a_bad_product():
     with pytest.raises(
         ValueError, match=r"at step 1 the recurrence left the range of torch\.float32"
     ):
@@ -253,7 +253,7 @@ def test_misuse_names_the_argument(bad, kind, match):
         solve(DenseOperator(torch.eye(4).double()), **({"b": B} | bad))
 
 
-def test_a_solution_says_what_it_is():
+def test_a_solution_prints_its_residual_and_status():
     text = str(solve(2 * torch.eye(3), torch.ones(3)))
     assert text == (
         "Solution of shape (3,), largest residual 0, 2 products; converged: 1 systems in 1 steps"

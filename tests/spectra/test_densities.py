@@ -49,7 +49,7 @@ def test_the_moments_of_a_discrete_density_are_those_of_the_matrix(discrete, deg
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("mode", ["full", "partial", "none"])
-def test_the_cdf_holds_the_exact_histogram_in_its_band(dtype, mode):
+def test_the_band_of_the_cdf_contains_the_exact_histogram(dtype, mode):
     found = density(op(dtype), num_probes=24, num_steps=60, reorthogonalize=mode)
     x = torch.tensor([-1.5, -0.75, -0.25, 0.33, 0.75, 2.0, 4.0, 6.0], dtype=torch.float64)
     low, high = found.cdf_band(x, sigmas=4.0)
@@ -59,7 +59,7 @@ def test_the_cdf_holds_the_exact_histogram_in_its_band(dtype, mode):
     torch.testing.assert_close(found.cdf(x), (low + high) / 2)
 
 
-def test_a_step_of_the_cdf_counts_what_is_at_the_point(discrete):
+def test_the_cdf_includes_the_mass_at_the_point(discrete):
     node = discrete.nodes.max()
     below, at = discrete.cdf(torch.stack([node - 1e-9, node]))
     assert at == pytest.approx(1.0, abs=1e-12)
@@ -152,7 +152,7 @@ def test_a_band_has_the_mean_in_its_middle_and_widens_with_sigmas(discrete, poly
 
 
 @pytest.mark.parametrize("degree", range(7))
-def test_smoothing_biases_a_moment_as_theorem_two_says(discrete, degree):
+def test_smoothing_biases_a_moment_by_theorem_2(discrete, degree):
     smoothed = discrete.smoothed(0.3)
     low, high = smoothed.support
     x = torch.linspace(low - 1, high + 1, 40_001, dtype=torch.float64)
@@ -165,7 +165,7 @@ def test_the_moments_of_a_polynomial_density_are_those_of_its_pdf(polynomial, de
     assert polynomial.moment(degree) == pytest.approx(integral(polynomial, degree), rel=1e-9)
 
 
-def test_a_smoothed_density_is_the_mixture_of_gaussians_it_says(discrete):
+def test_a_smoothed_density_is_a_mixture_of_gaussians(discrete):
     found = discrete.smoothed(0.2)
     normal = torch.distributions.Normal(discrete.nodes, 0.2)
     expected = [(normal.log_prob(x).exp() * discrete.weights).sum() / 12 for x in POINTS]
@@ -252,7 +252,7 @@ def test_a_spectrum_of_one_point_is_a_point(matrix, method, dtype):
     assert found.moment(1) == pytest.approx(value, abs=1e-5)
 
 
-def test_a_density_says_what_it_is(discrete, polynomial):
+def test_a_density_prints_its_settings(discrete, polynomial):
     assert str(discrete).startswith("DiscreteDensity of order 182 on [-1, 5] from 12 probes x 60")
     assert str(discrete.smoothed(0.5)).endswith("smoothed by a Gaussian of width 0.5")
     assert str(polynomial).startswith("PolynomialDensity of order 182 from 60 chebyshev moments")

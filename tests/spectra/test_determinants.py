@@ -304,7 +304,7 @@ def test_the_truncation_of_a_chebyshev_series_includes_the_ends_of_its_interval(
 
 @pytest.mark.parametrize("method", ["chebyshev", "maxent"])
 @pytest.mark.parametrize("function", [torch.special.entr, torch.log, torch.sqrt])
-def test_polynomials_that_do_not_reach_the_function_say_by_how_much(method, function, rng):
+def test_a_series_of_too_low_degree_has_a_truncation_that_bounds_its_error(method, function, rng):
     # Six large eigenvalues and many small ones: no density of few moments is near.
     factor = torch.randn(200, 6, generator=rng, dtype=torch.float64)
     matrix = factor @ factor.T + 1e-3 * torch.eye(200, dtype=torch.float64)

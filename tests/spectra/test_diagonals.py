@@ -31,7 +31,7 @@ def test_every_entry_is_within_four_standard_errors_of_dense(matrix, dtype, prob
     assert found.num_products == 200
 
 
-def test_auto_asks_the_structure_and_spends_nothing():
+def test_auto_uses_the_structure_and_no_products():
     found = diagonal(DiagonalOperator(torch.tensor([1.0, -2.0])))
     assert found.mean.tolist() == [1.0, -2.0]
     assert (found.num_products, found.method) == (0, "exact, by structure")

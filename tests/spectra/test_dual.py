@@ -127,7 +127,7 @@ def test_max_steps_is_respected_and_the_prior_itself_needs_no_step():
     assert float(found.log_partition[0]) == pytest.approx(math.log(2))
 
 
-def test_a_finer_grid_tells_what_a_coarse_one_missed():
+def test_a_finer_grid_detects_what_a_coarse_one_does_not_resolve():
     grid, fine = Grid.make(64, 4), Grid.make(128, 2)
 
     def solution(alphas):
@@ -169,7 +169,7 @@ def test_a_start_at_the_solution_needs_no_step_and_one_nearby_a_few():
     assert torch.equal(start, found.alphas + 0.01)
 
 
-def test_a_density_that_the_grid_no_longer_resolves_is_given_up():
+def test_a_density_that_the_grid_does_not_resolve_is_given_up():
     targets = torch.cat([
         moments_of(0.5 * normal(1, 300).clamp(-1.9, 1.9), M),
         moments_of(torch.full((1, 4), 0.3, dtype=torch.float64), M),

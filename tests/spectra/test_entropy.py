@@ -134,7 +134,7 @@ def test_the_density_does_not_depend_on_the_basis(name, m):
 
 
 @pytest.mark.parametrize("m", [30, 60])
-def test_many_legendre_moments_do_as_well_as_chebyshev_moments(m):
+def test_many_legendre_moments_are_as_accurate_as_chebyshev_moments(m):
     interval, pdf = LAWS["beta"]
     x, weights = points(interval)
     by_legendre = torch.from_numpy(legendre.legvander(T, m).T @ (weights * pdf(x)))
@@ -325,7 +325,7 @@ def test_misuse_is_refused(given_moments, options, message):
 
 @pytest.mark.parametrize("basis", ["chebyshev", "legendre", "power"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_moments_of_a_matrix_come_back_within_their_errors(basis, dtype):
+def test_the_density_has_the_moments_of_a_matrix_within_their_errors(basis, dtype):
     values = torch.cat([torch.linspace(1, 2, 100), torch.linspace(3, 5, 100)]).to(dtype)
     op = with_spectrum(values, generator=seeded(0))
     measured = moments(op, num_moments=10, basis=basis, interval=(0.9, 5.1), num_probes=20)

@@ -126,7 +126,7 @@ def test_moments_that_are_not_numbers_are_refused(given):
         maxent(given)
 
 
-def test_standard_errors_of_zero_are_as_none():
+def test_standard_errors_of_zero_equal_no_standard_errors():
     asked = atoms([-0.6, -0.1, 0.0, 0.4, 0.7], 6)
     exact, found = maxent(asked), maxent(asked, stderr=torch.zeros(7))
     assert torch.equal(found.alphas, exact.alphas)

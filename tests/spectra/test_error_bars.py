@@ -39,7 +39,7 @@ KNOWN = {"flat"}
 
 @pytest.mark.parametrize("method", ["lanczos", "krylov"])
 @pytest.mark.parametrize("name", SPECTRA)
-def test_without_a_floor_the_interval_holds_the_truth_or_the_error_is_unknown(name, method, rng):
+def test_without_a_floor_the_interval_contains_the_exact_value_or_is_infinite(name, method, rng):
     values = SPECTRA[name]
     op = hidden(with_spectrum(values, generator=rng).matrix)
     exact = float(values.log().sum())
@@ -53,7 +53,7 @@ def test_without_a_floor_the_interval_holds_the_truth_or_the_error_is_unknown(na
 
 @pytest.mark.parametrize("method", ["lanczos", "krylov"])
 @pytest.mark.parametrize("name", ["flat", "decaying", "power law"])
-def test_with_a_floor_the_interval_is_finite_and_holds_the_truth(name, method, rng):
+def test_with_a_floor_the_interval_is_finite_and_contains_the_exact_value(name, method, rng):
     values = SPECTRA[name]
     op = hidden(with_spectrum(values, generator=rng).matrix)
     floor, exact = 0.99 * float(values.min()), float(values.log().sum())
@@ -65,7 +65,7 @@ def test_with_a_floor_the_interval_is_finite_and_holds_the_truth(name, method, r
 
 
 @pytest.mark.parametrize("power", [-1.5, -1.0, 0.5])
-def test_intervals_of_slowly_converging_functions_hold_the_truth(power, rng):
+def test_intervals_of_slowly_converging_functions_contain_the_exact_value(power, rng):
     values = torch.logspace(-3, 1, 200, dtype=DOUBLE)
     op = with_spectrum(values, generator=rng)
     found = ritz.trace_function(op, lambda x: x**power, method="lanczos", num_steps=10)

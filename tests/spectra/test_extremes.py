@@ -37,7 +37,7 @@ KINDS = {
 
 @pytest.mark.parametrize("method", ["auto", "lanczos", "gershgorin"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bounds_hold_the_spectrum(kind, method):
+def test_the_bounds_contain_the_spectrum(kind, method):
     for seed in range(5):
         matrix = KINDS[kind](seeded(seed))
         exact = torch.linalg.eigvalsh(matrix)
@@ -140,7 +140,7 @@ def test_a_product_that_is_not_finite_names_its_step():
             function(op)
 
 
-def test_bounds_say_what_they_are():
+def test_bounds_print_their_interval_and_method():
     matrix = torch.diag(torch.tensor([1.0, 2.0]))
     assert str(bounds(matrix, method="gershgorin")) == (
         "[1, 2] certainly contains the spectrum (gershgorin; completed: no product)"

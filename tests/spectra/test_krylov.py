@@ -83,7 +83,7 @@ def test_m_ritz_values_are_not_the_m_largest_eigenvalues(rng):
 
 @pytest.mark.parametrize("mode", ["full", "partial"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_outliers_come_back_once_each(rng, dtype, mode):
+def test_each_outlier_is_returned_once(rng, dtype, mode):
     op, exact = outliers(dtype, rng)
     found = lanczos(op, num_steps=300, reorthogonalize=mode)
     top = found.values[found.values > 2]
@@ -203,7 +203,7 @@ def test_the_host_basis_gives_the_same_numbers(rng):
     assert torch.equal(device.values, host.values)
 
 
-def test_printing_says_what_matters(rng):
+def test_printing_a_spectrum_shows_residuals_norms_and_status(rng):
     op, _ = outliers(torch.float64, rng)
     text = str(lanczos(op, num_steps=50))
     for word in (
@@ -275,7 +275,7 @@ def test_wrong_arguments_for_pairs_are_named(rng, bad, message):
         eigenpairs(op, **bad)
 
 
-def test_something_that_is_no_matrix_is_refused():
+def test_an_object_that_is_not_a_matrix_is_refused():
     with pytest.raises(TypeError, match="op must be a symmetric matrix"):
         lanczos([[1.0]], num_steps=1)
 
@@ -313,7 +313,7 @@ def test_a_run_that_ends_early_does_not_stop_those_beside_it():
     assert short.vectors.shape == (20, 3)
 
 
-def test_a_block_run_spends_one_block_product_a_step(rng):
+def test_a_block_run_needs_one_block_product_per_step(rng):
     widths = []
     op = FunctionOperator(lambda x: widths.append(x.shape[1]) or 2 * x + x.flip(0), n=30)
     lanczos_block(op, num_steps=2, num_probes=5, generator=rng)

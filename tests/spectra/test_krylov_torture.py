@@ -74,7 +74,7 @@ def test_repeated_eigenvalues_count_once_with_their_whole_weight(rng, dtype, mod
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_wanted_copies_of_a_repeated_eigenvalue_are_found_when_the_space_closes(dtype, mode):
+def test_copies_of_a_repeated_eigenvalue_are_found_after_a_breakdown(dtype, mode):
     op = DiagonalOperator(torch.tensor([5.0, 5.0, 5.0, 4.0, 3.0, 1.0, 1.0], dtype=dtype))
     if mode == "none":
         with pytest.raises(ValueError, match="reorthogonalize must be one of full, partial"):

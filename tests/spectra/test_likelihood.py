@@ -137,7 +137,7 @@ def test_a_likelihood_is_maximised():
     assert values[-1] >= max(values) - 1
 
 
-def test_the_preconditioner_is_the_inverse_of_what_it_says():
+def test_the_preconditioner_is_the_inverse_of_its_approximation():
     op, _ = problem(n=60)
     found = LowRankPreconditioner(op, rank=20)
     eye = torch.eye(60, dtype=torch.float64)

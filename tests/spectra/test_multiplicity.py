@@ -49,7 +49,7 @@ def assert_pairs(matrix, pairs, exact, rtol):
     [((25, 25), {"smallest": 3}), ((6, 6, 6), {"smallest": 4, "largest": 5})],
     ids=["square", "cube"],
 )
-def test_a_repeated_eigenvalue_comes_back_repeatedly(sides, wanted, certify):
+def test_a_repeated_eigenvalue_is_returned_repeatedly(sides, wanted, certify):
     matrix = grid(*sides)
     exact = ends(np.linalg.eigvalsh(matrix.toarray()), **{"smallest": 0, "largest": 0} | wanted)
     for seed in range(5):
@@ -89,7 +89,7 @@ def test_a_start_vector_that_misses_the_pair_is_not_believed():
     assert float(ritz.eigenpairs(op, largest=1, start=start).values[0]) == pytest.approx(2.0)
 
 
-def test_the_status_says_how_sure_the_result_is():
+def test_the_status_says_whether_the_result_is_certified():
     op = DiagonalOperator(torch.linspace(0, 1, 200, dtype=torch.float64))
     sparse = grid(15, 15)
     assert "with probability 0.999" in ritz.eigenpairs(op, largest=2).status.message
@@ -151,7 +151,7 @@ def test_bounds_and_the_norm_hold_on_spectra_with_hard_ends(name):
         assert abs(float(estimate) - norm) <= float(estimate.truncation) <= 1.001e-3 * norm
 
 
-def test_bounds_hold_even_if_the_steps_do_not_suffice():
+def test_bounds_are_valid_even_if_the_steps_do_not_suffice():
     values = np.linspace(-1, 1, 500) ** 3
     for steps in (3, 6, 12):
         found = ritz.bounds(diagonal(values), method="lanczos", max_steps=steps)

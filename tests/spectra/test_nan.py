@@ -78,7 +78,7 @@ def test_a_product_that_is_not_finite_gives_an_error_or_a_failed_status(name, ca
 
 
 @pytest.mark.parametrize("bad", [math.nan, torch.tensor(math.nan), torch.tensor([0.0, math.nan])])
-def test_nan_is_below_nothing(bad):
+def test_nan_is_not_below_any_bound(bad):
     assert not is_below(bad, 1.0)
     assert not is_below(bad, math.inf)
     assert not is_below(0.0, bad)

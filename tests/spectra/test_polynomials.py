@@ -115,7 +115,7 @@ def test_even_one_moment_shows_that_the_interval_misses():
 
 
 @pytest.mark.parametrize("interval", [(1.0, 0.0), (0.0, 0.0), (float("nan"), 1.0), (0, math.inf)])
-def test_an_interval_that_is_none_is_refused(interval):
+def test_an_invalid_interval_is_refused(interval):
     with pytest.raises(ValueError, match="interval must be finite with its lower end first"):
         moments(torch.eye(3), num_moments=2, interval=interval)
 
@@ -127,7 +127,7 @@ def test_an_operator_that_is_not_symmetric_shows_in_the_moments():
 
 
 @pytest.mark.parametrize("basis", ["chebyshev", "legendre", "power"])
-def test_a_product_that_is_not_finite_is_told_from_a_wrong_interval(basis):
+def test_a_product_that_is_not_finite_is_distinguished_from_a_wrong_interval(basis):
     op = FunctionOperator(lambda block: block * float("nan"), n=30)
     with pytest.raises(
         ValueError, match=r"op must give finite products; the .* of degree 1 is NaN"
@@ -195,7 +195,7 @@ def test_a_multiple_of_the_identity_is_a_point(value, dtype):
     torch.testing.assert_close(found.mean, expected, rtol=0, atol=1e-4)
 
 
-def test_moments_say_what_they_are():
+def test_moments_print_their_basis_and_interval():
     text = str(moments(torch.eye(20), num_moments=2, interval=(0.0, 2.0), num_probes=12))
     about = "2 chebyshev moments on [0, 2] from 12 probes, largest stderr 0"
     assert text == f"{about}; completed: 12 probes"

@@ -83,7 +83,7 @@ def test_the_standard_error_is_honest():
 
 
 @pytest.mark.parametrize("function", [torch.log, torch.reciprocal, torch.sqrt, torch.rsqrt])
-def test_with_a_floor_the_truncation_bounds_what_more_steps_would_change(function):
+def test_with_a_floor_the_truncation_bounds_the_change_by_more_steps(function):
     op = matrix_with(torch.logspace(-4, 0, 100, dtype=torch.float64))
     options = {"method": "lanczos", "floor": 0.99e-4}
     short = trace_function(op, function, num_steps=8, generator=seeded(1), **options)
@@ -97,7 +97,7 @@ def test_with_a_floor_the_truncation_bounds_what_more_steps_would_change(functio
 
 
 @pytest.mark.parametrize("function", [torch.exp, torch.sqrt, torch.special.entr])
-def test_without_a_floor_the_truncation_estimates_what_more_steps_would_change(function):
+def test_without_a_floor_the_truncation_estimates_the_change_by_more_steps(function):
     op = matrix_with(torch.logspace(-4, 0, 100, dtype=torch.float64))
     short = trace_function(op, function, num_steps=6, generator=seeded(1), method="lanczos")
     full = trace_function(
@@ -132,7 +132,7 @@ def test_the_truncation_of_fewer_than_four_steps_is_unknown(num_steps):
         found.raise_if_failed()
 
 
-def test_auto_takes_all_eigenvalues_where_they_cost_no_more_products():
+def test_auto_computes_all_eigenvalues_if_they_need_no_more_products():
     values = torch.linspace(0.5, 4.0, 100, dtype=torch.float64)
     few = trace_function(matrix_with(values), torch.exp, num_steps=9, num_probes=11)
     enough = trace_function(matrix_with(values), torch.exp, num_steps=10, num_probes=10)
@@ -176,7 +176,7 @@ def test_the_whole_space_leaves_no_error_but_roundoff():
     assert 0 < float(found.truncation) < 1e-12 * float(found)  # roundoff
 
 
-def test_every_rule_sums_to_one_and_the_padding_weighs_nothing():
+def test_every_rule_sums_to_one_and_padding_has_no_weight():
     op = matrix_with(torch.tensor([1.0, 1.0, 1.0, 5.0, 5.0], dtype=torch.float64))
     block = torch.randn(5, 3, generator=seeded(0), dtype=torch.float64)
     rules = ritz_rules(op, block, num_steps=4, reorthogonalize="full")
@@ -233,7 +233,7 @@ def test_a_tolerance_that_the_steps_cannot_reach_asks_for_steps_and_not_for_prob
         found.raise_if_failed()
 
 
-def test_a_function_that_is_not_finite_on_the_spectrum_is_refused_where_it_is_not():
+def test_the_error_for_a_function_that_is_not_finite_names_the_point():
     values = torch.linspace(-1.0, 2.0, 40, dtype=torch.float64)
     for method in ("lanczos", "eigenvalues", "krylov"):
         options = {"method": method, "num_steps": 3, "num_probes": 8}

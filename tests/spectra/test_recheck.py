@@ -149,6 +149,6 @@ ONE_PROCESS = """
 
 
 @pytest.mark.distributed
-def test_all_processes_refuse_what_one_of_them_finds_different(tmp_path):
+def test_all_processes_raise_if_one_of_them_finds_another_operator(tmp_path):
     for code, error in run_processes(ONE_PROCESS, 2, tmp_path):
         assert code == 0, error

@@ -162,7 +162,7 @@ def test_a_damaged_part_of_the_basis_is_refused_too(rng, tmp_path):
     assert_same_bits(found, expected)
 
 
-def test_where_no_state_is_usable_the_error_says_what_to_do(rng, tmp_path):
+def test_the_error_without_a_usable_state_of_runs_says_what_to_do(rng, tmp_path):
     op = wigner(150, generator=rng)
     state = tmp_path / "state"
     interrupted(op, state, after=20, **RUNS["full"])
@@ -285,7 +285,7 @@ def test_files_of_others_beside_a_state_are_spared(rng, tmp_path):
     assert all((tmp_path / name).read_text() == "mine" for name in others)
 
 
-def test_a_file_that_is_no_state_is_refused_and_left(rng, tmp_path):
+def test_a_file_that_is_not_a_state_is_refused_and_not_changed(rng, tmp_path):
     op, path = ritz.as_operator(wigner(30, generator=rng)), tmp_path / "spectrum.safetensors"
     ritz.save(lanczos(op, num_steps=5), path)
     before = path.read_bytes()

@@ -48,7 +48,7 @@ def test_a_preconditioned_root_has_the_same_form(dtype):
     assert gap < (1e-2 if dtype == torch.float32 else 1e-3)
 
 
-def test_a_basis_grows_past_what_it_was_made_for():
+def test_a_basis_grows_beyond_its_capacity():
     op, block = system(n=300, smallest=1e-4)
     found = inverse_roots(op, block, rtol=1e-9, max_steps=300)
     assert found.num_products > 3 * (TUNING.growth + 1)

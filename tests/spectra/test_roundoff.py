@@ -47,7 +47,7 @@ LOGDETS = {
 
 @pytest.mark.parametrize("n", [2, 16, 128])
 @pytest.mark.parametrize("name", LOGDETS)
-def test_an_exact_log_determinant_holds_the_truth(name, n):
+def test_the_interval_of_an_exact_log_determinant_contains_the_exact_value(name, n):
     for seed in range(5):
         matrix, eigenvalues = exact_matrix(n, seed)
         estimate = LOGDETS[name](matrix)
@@ -56,7 +56,7 @@ def test_an_exact_log_determinant_holds_the_truth(name, n):
         assert float(estimate.truncation) < 1e-10
 
 
-def test_traces_from_all_eigenvalues_hold_the_truth():
+def test_intervals_of_traces_from_all_eigenvalues_contain_the_exact_value():
     functions = [
         (torch.reciprocal, lambda x: 1 / x),
         (torch.log, mpmath.log),
@@ -106,7 +106,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_whole_basis_holds_the_truth(name):
+def test_the_interval_of_a_whole_basis_contains_the_exact_value(name):
     run, truth = WHOLE[name]
     for seed in range(5):
         # Roundoff in the entries, so that there is some to state.
@@ -180,7 +180,7 @@ def test_a_singular_matrix_has_no_factor(form, n):
     assert float(estimate.truncation) == torch.inf
 
 
-def test_a_norm_by_unit_vectors_holds_the_truth_for_entries_of_one_size():
+def test_a_norm_by_unit_vectors_is_within_its_error_for_entries_of_one_size():
     """Added up one by one, 256 nearly equal squares lose 12 units of roundoff."""
     eigenvalues = torch.tensor([100.0, 50.0, 20.0] + [0.1] * 253, dtype=torch.float64)
     signs = torch.from_numpy(hadamard(256)).double()

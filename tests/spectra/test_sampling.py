@@ -94,13 +94,13 @@ def test_another_seed_gives_another_result_and_is_recorded(function, op):
 
 
 @every
-def test_something_that_is_no_generator_is_refused(function, op):
+def test_an_object_that_is_not_a_generator_is_refused(function, op):
     with pytest.raises(TypeError, match=r"generator must be a torch.Generator or None, got 3"):
         function(op, generator=3)
 
 
 @every
-def test_a_result_comes_back_from_its_file_bit_for_bit(function, op, tmp_path):
+def test_a_saved_result_is_restored_bit_for_bit(function, op, tmp_path):
     result = function(op)
     save(result, tmp_path / "result")
     back = load(tmp_path / "result")
@@ -109,7 +109,7 @@ def test_a_result_comes_back_from_its_file_bit_for_bit(function, op, tmp_path):
     assert str(back) == str(result)
 
 
-def test_a_solution_comes_back_from_its_file_bit_for_bit(tmp_path):
+def test_a_saved_solution_is_restored_bit_for_bit(tmp_path):
     result = ritz.solve(2 * torch.eye(3), torch.ones(3))
     save(result, tmp_path / "solution")
     assert same(load(tmp_path / "solution"), result)
@@ -127,7 +127,7 @@ class Watch:
 
 
 @every
-def test_progress_is_told_from_the_first_step_to_the_last(function, op):
+def test_progress_is_reported_from_the_first_step_to_the_last(function, op):
     watch = Watch()
     function(op, progress=watch)
     assert watch.finished
@@ -225,7 +225,7 @@ def test_probes_are_doubled_until_the_interval_is_narrow_enough(op):
     assert estimate.status.ok == (float(estimate.error()) <= 0.2 * abs(float(estimate)))
 
 
-def test_a_tolerance_below_the_truncation_is_given_up_at_once(op):
+def test_sampling_stops_at_once_if_the_truncation_exceeds_the_tolerance(op):
     def finish(samples):
         return Estimate.of(
             samples.values, method="test", num_products=len(samples.values), truncation=0.5
@@ -294,7 +294,7 @@ def test_sampling_ends_when_it_converged_or_cannot():
 
     def settled(rtol, truncation):
         estimate = Estimate.of(values, method="test", num_products=16, truncation=truncation)
-        return is_settled(estimate.judged(rtol), rtol)
+        return is_settled(estimate.with_status(rtol), rtol)
 
     assert settled(None, 0.0)  # no tolerance
     assert settled(0.1, 0.0)  # converged
@@ -304,8 +304,8 @@ def test_sampling_ends_when_it_converged_or_cannot():
 
 
 @pytest.mark.parametrize("count", range(2, 14))
-def test_few_equal_samples_say_nothing_about_their_spread(count):
-    estimate = mean_of(Samples(torch.full((count,), 7.0, dtype=torch.float64))).judged(0.1)
+def test_few_equal_samples_have_an_unknown_error(count):
+    estimate = mean_of(Samples(torch.full((count,), 7.0, dtype=torch.float64))).with_status(0.1)
     known = count >= ALIKE
     assert estimate.status.outcome == ("converged" if known else "uncertain")
     assert float(estimate.truncation) == (0.0 if known else torch.inf)
@@ -353,7 +353,7 @@ THREE_ONES[:3, :3] = 1.0
 
 @pytest.mark.parametrize("name", ["hutchinson", "trace_function", "frobenius_norm"])
 @pytest.mark.parametrize("num_probes", [6, 8, 10, 11])
-def test_a_block_of_three_ones_is_not_taken_for_a_diagonal_matrix(name, num_probes):
+def test_a_block_of_three_ones_is_not_mistaken_for_a_diagonal_matrix(name, num_probes):
     truths = TRUTHS | {
         "frobenius_norm": float(THREE_ONES.norm()),
         "trace_function": float(torch.linalg.eigvalsh(THREE_ONES).exp().sum()),

@@ -93,7 +93,7 @@ def degeneracy(op, unit):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_power_of_two_changes_nothing_but_the_scale(name):
+def test_a_power_of_two_changes_only_the_scale(name):
     plain = {}
     for dtype, k in [(torch.float64, 0), (torch.float32, 0), *SCALES]:
         matrix, b = matrix_and_rhs(dtype)

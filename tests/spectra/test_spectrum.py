@@ -7,7 +7,7 @@ import torch
 
 import ritz
 from ritz.spectra import lanczos, lanczos_block
-from ritz.spectra._lanczos.run import least_frobenius_norm, negative_values
+from ritz.spectra._lanczos.spectrum import least_frobenius_norm, negative_values
 from ritz.testing import with_spectrum
 
 DTYPES = [torch.float32, torch.float64]
@@ -101,7 +101,7 @@ def test_vectors_that_cosines_cannot_be_taken_with_are_named(against, mode, mess
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_steps", [8, 25, 60])
-def test_the_share_below_zero_lies_between_what_is_certain_and_what_may_be(rng, dtype, num_steps):
+def test_the_negative_mass_lies_between_its_certain_and_its_possible_value(rng, dtype, num_steps):
     op, values = spiked(dtype, rng)
     truth = float((values < 0).double().mean())
     below = [lanczos(op, num_steps=num_steps, generator=torch.Generator().manual_seed(seed))

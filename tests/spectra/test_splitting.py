@@ -121,7 +121,7 @@ def test_truncation_is_unknown_after_a_single_step():
     assert found.status.outcome == "uncertain"
 
 
-def test_auto_takes_a_krylov_space_where_quadrature_would_not_do():
+def test_auto_uses_a_krylov_space_if_quadrature_does_not_reach_the_tolerance():
     op, exact = chain(2000, 1e-5)
     found = ritz.logdet(op, num_products=400, floor=1e-5, rtol=1e-3)
     assert "directions split off" in found.method
@@ -156,7 +156,7 @@ def test_the_mean_is_differentiable_in_the_parameters_of_a_kernel(kernel, rng):
     assert float(noise.grad) == pytest.approx(slope, rel=1e-5)
 
 
-def test_a_block_krylov_space_refuses_products_of_no_symmetric_matrix(rng):
+def test_a_block_krylov_space_refuses_products_that_are_not_symmetric(rng):
     values = torch.linspace(1, 3, 120, dtype=torch.float64)
     matrix = with_spectrum(values, generator=rng).matrix
     skew = torch.randn(120, 120, generator=rng, dtype=torch.float64).triu() * 1e-3
@@ -180,13 +180,13 @@ def test_a_block_krylov_space_refuses_products_of_no_symmetric_matrix(rng):
         (lambda x: torch.sqrt(x + 0j), "function must return a real tensor, got torch.complex128"),
     ],
 )
-def test_a_function_that_is_none_of_real_numbers_is_refused(function, error):
+def test_a_function_without_real_values_is_refused(function, error):
     with pytest.raises(TypeError, match=error):
         ritz.trace_function(torch.eye(20), function, num_steps=3, num_probes=4)
 
 
 @pytest.mark.parametrize("floor", [float("nan"), -math.inf, "a"])
-def test_a_floor_that_is_no_number_is_refused(floor):
+def test_a_floor_that_is_not_a_number_is_refused(floor):
     with pytest.raises((ValueError, TypeError), match="floor must be"):
         ritz.trace_function(torch.eye(20), torch.exp, num_steps=3, num_probes=4, floor=floor)
 
@@ -210,7 +210,7 @@ def test_a_function_may_write_to_its_argument(rng):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_roundoff_beyond_the_rank_is_not_taken_for_asymmetry(dtype, rng):
+def test_roundoff_beyond_the_rank_is_not_mistaken_for_asymmetry(dtype, rng):
     values = torch.cat([torch.linspace(1, 3, 8), torch.zeros(112)]).to(dtype)
     op = with_spectrum(values, generator=rng)
     found = ritz.trace_function(op, torch.exp, method="krylov", num_steps=10, num_probes=8)

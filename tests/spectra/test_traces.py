@@ -50,19 +50,19 @@ def test_the_products_reported_are_those_spent(method, products):
     assert len(found.samples) == 20
 
 
-def test_auto_asks_the_structure_and_spends_nothing():
+def test_auto_uses_the_structure_and_no_products():
     found = trace(DiagonalOperator(torch.tensor([1.0, 2.0, -4.0])))
     assert (float(found), float(found.stderr), found.num_products) == (-1.0, 0.0, 0)
     assert found.samples is None
     assert found.method == "exact, by structure"
 
 
-def test_auto_takes_xtrace_where_nothing_is_known():
+def test_auto_uses_xtrace_if_no_exact_trace_is_known():
     assert trace(hidden(decaying(90))).method == "XTrace"
 
 
 @pytest.mark.parametrize("n", [1, 2, 10, 32])
-def test_as_many_probes_as_rows_give_the_trace_itself(n):
+def test_as_many_probes_as_rows_give_the_exact_trace(n):
     calls = []
     found = trace(hidden(decaying(n), calls), num_probes=32)
     assert float(found) == pytest.approx(float(decaying(n).trace()), rel=1e-14)
@@ -214,7 +214,7 @@ def test_too_few_probes_are_reported_and_raise_if_failed_raises(method):
         found.raise_if_failed()
 
 
-def test_xtrace_with_as_many_probes_as_rows_has_nothing_left_to_sample():
+def test_xtrace_with_as_many_probes_as_rows_is_exact():
     matrix = decaying(20)
     found = trace(hidden(matrix), method="xtrace", num_probes=4, rtol=1e-12)
     assert found.status.ok

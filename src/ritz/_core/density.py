@@ -13,13 +13,13 @@ Band = tuple[Tensor, Tensor]
 
 
 class Atoms(NamedTuple):
-    """Single points that have a mass: both ``(k,)``, ascending, in float64."""
+    """Points of positive mass, ascending, and their masses: both ``(k,)``, float64."""
 
     points: Tensor
     masses: Tensor
 
 
-# Of a density without atoms.
+# The atoms of a continuous density.
 NO_ATOMS = Atoms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
 
 

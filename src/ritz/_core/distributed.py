@@ -34,7 +34,7 @@ def all_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
 
 
 def broadcast(tensor: Tensor, source: int, group: Group | None = None) -> Tensor:
-    """Overwrite ``tensor`` by that of the process with rank ``source``, and return it."""
+    """Overwrite ``tensor`` with that of the process of rank ``source``, and return it."""
     if world_size(group) > 1:
         _guard(lambda: dist.broadcast(tensor, group=group, group_src=source))
     return tensor

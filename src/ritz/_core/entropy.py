@@ -1,16 +1,17 @@
 r"""Cross-entropy of many classes, such as the tokens of a vocabulary, computed chunk by chunk.
 
-Outputs of a language model are larger than anything else: 4,096 tokens and 150,000 classes are 2.4
-GB in float32. Derivatives of torch keep several tensors of this size. With :math:`p =
-\operatorname{softmax}(f)`, the distribution :math:`q` that the label asks for (smoothed or not) and
-the weight :math:`w` of the label in the mean,
+The outputs of a language model are its largest tensor: 4,096 tokens and 150,000 classes take 2.4 GB
+in float32. The derivatives of torch store several tensors of this size. With :math:`p =
+\operatorname{softmax}(f)`, the target distribution :math:`q` (smoothed or not) and the weight
+:math:`w` of the label in the mean,
 
 .. math:: g = \nabla_f \ell = w (p - q), \quad
     \nabla^2_f \ell \, t = w (p \circ t - p\, (p^\top t)) = (g + w q) \circ (t - s), \quad
     s = p^\top t = g^\top t / w + q^\top t,
 
-so that a product needs :math:`g` alone, which a Hessian product needs anyway, and no softmax. The
-functions below are opaque to a trace: all that they compute besides their result is one chunk.
+so a product with the Hessian needs :math:`g`, which every Hessian product computes anyway, and no
+softmax. The operations below are opaque to a trace. Beside its result each of them needs the memory
+of a few chunks.
 """
 
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ TUNING = Tuning()
 
 
 def is_large(outputs: Tensor, target: Any) -> bool:
-    """Return whether outputs are so many that their loss is computed in chunks."""
+    """Return whether the outputs are so large that their loss is computed in chunks."""
     labels = isinstance(target, Tensor) and not target.is_floating_point()
     return labels and outputs.ndim > 1 and outputs.numel() > TUNING.large
 
@@ -62,7 +63,7 @@ def output_parts(outputs: Tensor) -> Iterator[Part]:
 
 
 def places_of(target: Tensor, part: Part) -> Tensor:
-    """Return the part of labels, or of other values without an axis of classes."""
+    """Return the labels, or other values without an axis of classes, that belong to a chunk."""
     return target[part[0]] if len(part) == 1 else target[part[0], part[2]]
 
 
@@ -131,20 +132,21 @@ def _curvature(
 def _slope(
     outputs: Tensor, target: Tensor, tangent: Tensor, ignored: int, smoothing: float
 ) -> Tensor:
-    # g't, without g
+    # The directional derivative g't, without storing g.
     total = torch.zeros((), dtype=torch.float64, device=outputs.device)
     one = outputs.new_ones(())
     weights = _weights(target, one, ignored)
     for part in output_parts(outputs):
         label, t = _classes(places_of(target, part), ignored), tangent[part]
-        asked = (1 - smoothing) * t.gather(1, label) + smoothing * t.mean(1, keepdim=True)
-        along = (outputs[part].softmax(1) * t).sum(1, keepdim=True) - asked
+        # g't = w (p't - q't)
+        target_part = (1 - smoothing) * t.gather(1, label) + smoothing * t.mean(1, keepdim=True)
+        along = (outputs[part].softmax(1) * t).sum(1, keepdim=True) - target_part
         total += (along * weights[part]).sum()
     return total.to(outputs.dtype)
 
 
 def _over_columns(op: Any) -> Any:
-    """Return the rule of vmap for an operation: one column after the other, to save memory."""
+    """Return a vmap rule for an operation that computes one column at a time, to save memory."""
 
     def rule(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         columns = [
@@ -232,8 +234,8 @@ class _Entropy(torch.autograd.Function):
 def chunked_entropy(outputs: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
     """Return the mean cross-entropy of labels, twice differentiable in the outputs.
 
-    Memory of value, gradient and Hessian product: one chunk besides inputs and result, and the
-    gradient, from which the product follows.
+    Value, gradient and Hessian product each need the memory of a few chunks, beside inputs and
+    result. The product also needs the gradient.
     """
     call: Any = _Entropy.apply
     value: Tensor = call(outputs, target, ignored, smoothing)

@@ -1,4 +1,4 @@
-"""Resumable state: a long computation saves where it is, and continues from there after a crash."""
+"""``Journal``: a long computation saves its state, and resumes from it after a crash."""
 
 import os
 import re
@@ -32,9 +32,9 @@ class SavedState:
     """One file of a journal.
 
     Attributes:
-        settings: What the computation was made with, in plain values.
-        step: How far it had come.
-        state: What it needs to continue: tensors, plain values and results.
+        settings: Settings of the computation, as plain values.
+        step: Number of steps that were done.
+        state: What the computation needs to continue: tensors, plain values and results.
         generation: See :meth:`Journal.save`.
         parts: Names of the files that hold the vectors, in order.
     """
@@ -50,7 +50,7 @@ class SavedState:
 class Journal:
     """The files of one resumable computation.
 
-    A computation loads its state once, and saves it between two steps whenever that is due::
+    A computation loads its state once, and saves it between two steps whenever a save is due::
 
         journal = Journal(state, {"num_steps": 100, "start": start}, interval=save_interval)
         rows = journal.load() or []
@@ -60,27 +60,26 @@ class Journal:
                 journal.save(rows, step=len(rows))
 
     The state is any value that :func:`ritz.save` can store as a field: tensors, numbers, strings,
-    lists, dictionaries and results. What is read back equals what was saved bit for bit.
+    lists, dictionaries and results. It is restored bit for bit.
 
     ``path`` holds the newest state and ``path.previous`` the one before it. All files are written
-    under another name and renamed, so a crash at any moment leaves one of the two. If the newest is
-    damaged, :meth:`load` warns and uses the previous one. Vectors that do not change once they are
-    computed, such as a Lanczos basis, lie beside them in files that are written once: a save then
-    costs what is new.
+    under another name and then renamed, so a crash at any moment leaves at least one of the two. If
+    the newest is damaged, :meth:`load` warns and uses the previous one. Vectors that do not change
+    once they are computed, such as a Lanczos basis, are written once, to separate files. A save
+    then writes new vectors only.
 
-    With several processes each one writes its own files, and all continue from a step that all
-    have. The files stay until :func:`remove_state`, which the code that saves the final result
-    calls.
+    Each process writes its own files. All processes resume from a step that all of them have saved.
+    The files remain until the code that saves the final result calls :func:`remove_state`.
 
     Args:
         path: File of the newest state. ``None`` turns the journal off: nothing is due, saved or
             loaded.
-        settings: Settings of the computation, in plain values. A state with other settings raises:
-            it cannot be continued. A tensor, or a list of tensors, is compared by its digest.
+        settings: Settings of the computation, as plain values. Loading a state with other settings
+            raises. A tensor, or a list of tensors, is compared by its digest.
         interval: Seconds between saves.
         group: The processes that compute, by default all.
-        together: Whether these processes make the same steps and wait for each other. If not, each
-            resumes from its own step.
+        together: Whether the processes take the same steps and wait for each other. If not, each
+            resumes from its own last step.
     """
 
     def __init__(
@@ -117,16 +116,16 @@ class Journal:
 
         Args:
             state: What is needed to continue.
-            step: How far the computation is; must grow from save to save.
-            vectors: Blocks ``(rows, n)`` that grow by rows, one for each run that is made at the
-                same time. A block that has stopped growing has no new rows.
-            generation: Change it when rows that were saved before have changed: all are written
-                again.
+            step: Number of steps done; must grow from save to save.
+            vectors: Blocks ``(rows, n)`` to which each step appends rows, one block per
+                simultaneous run. A block that has stopped growing has no new rows.
+            generation: Pass a new number if rows that were saved before have changed. All rows are
+                then written again.
         """
         if self.path is None:
             return
         before = self._parts
-        # Rows that have changed: no file of the old generation may serve the new state.
+        # If rows have changed, the new state must not use files of the old generation.
         if generation != self._generation:
             self._generation, self._parts = generation, []
         # The name of a file of vectors ends with its first row and the end of its rows.
@@ -156,13 +155,13 @@ class Journal:
         """Return the newest usable state, or ``None`` if there is none.
 
         Args:
-            restore: Called with the state and an iterator over the saved rows, a list of blocks
-                for each save in order: there may be no room for all of them twice. It is called
-                again with the previous state if the vectors of the newest turn out to be damaged.
+            restore: Called with the state and an iterator over the saved rows: one list of blocks
+                per save, in order, because memory may not hold all rows twice. It is called again
+                with the previous state if the vectors of the newest are damaged.
 
         Raises:
-            ValueError: The state is of another computation. The message names the setting.
-            CorruptFileError: There are files, but no state in them can be used.
+            ValueError: The state belongs to another computation. The message names the setting.
+            CorruptFileError: There are files, but none of them holds a usable state.
         """
         if self.path is None:
             return None
@@ -181,7 +180,7 @@ class Journal:
             if newest.exists() or previous.exists():
                 raise CorruptFileError(f"no usable state at {newest}: {ADVICE}")
             return None
-        if source == previous:  # the next save must not replace it by the damaged one
+        if source == previous:  # otherwise the next save would keep the damaged file instead
             os.replace(previous, newest)
         self._generation, self._parts = saved.generation, saved.parts
         return saved.state
@@ -189,10 +188,10 @@ class Journal:
     def check_repeats(
         self, name: str, values: Sequence[float], saved: Sequence[float], *, dtype: torch.dtype
     ) -> None:
-        """Raise unless numbers that were saved are computed again, to the root of roundoff.
+        """Raise unless ``values`` agree with ``saved`` to the square root of machine precision.
 
-        A digest of all data would cost a pass over them. Instead a computation repeats one of its
-        numbers.
+        A digest of all data would cost a pass over them. Instead, a resumed computation repeats one
+        of its results.
         """
         kind = torch.finfo(dtype)
         # Half of the digits: another number of threads changes the order of sums.
@@ -235,10 +234,10 @@ class Journal:
 
 @final
 class Parts:
-    """Finished parts of a computation, which are computed once, on top of a journal.
+    """Results of the parts of a computation, saved in a journal so that each is computed once.
 
-    A part may save its own state while it is computed. This state is removed when the part is
-    finished and saved.
+    A part may save its own state while it runs. This state is removed when the part is finished and
+    its result is saved.
 
     Args:
         journal: Where the results of the parts are saved, all in one state.
@@ -253,27 +252,27 @@ class Parts:
 
         Args:
             name: Name of the part, also in the names of its files.
-            compute: Called with the keyword ``state``, the path for the state of the part, or
-                ``None`` if none is saved.
+            compute: Called with the keyword ``state``: the path for the state of the part, or
+                ``None`` if nothing is saved.
         """
         if name in self._results:
             finished: T = self._results[name]
             return finished
         path = self.journal.path
-        # Without the number of the process, which the journal of the part adds itself.
+        # The journal of the part adds the number of the process again.
         suffix = process_suffix(self.journal.group)
         state = path and path.with_name(f"{path.name.removesuffix(suffix)}.{name}.run")
         result = self._results[name] = compute(state=state)
         self.journal.save(self._results, step=len(self._results))
         if state is not None:
-            # Another process may have to compute this part again, all of them together.
+            # Until every process has saved the result, a crash makes all compute the part again.
             self.journal.wait()
             remove_state(state.with_name(state.name + suffix))
         return result
 
 
 def state_files(path: str | os.PathLike[str]) -> list[Path]:
-    """Return all files of the state at ``path``: of parts, vectors, processes, half-done saves."""
+    """Return all files of the state at ``path``, of its parts, vectors and unfinished saves."""
     name, folder = Path(path).name, Path(path).parent
     begins = (f"{name}.", f".{name}.")
     files = folder.iterdir() if folder.is_dir() else []
@@ -281,7 +280,7 @@ def state_files(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def has_state(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is a state at ``path`` to resume from; it is not read."""
+    """Return whether files at ``path`` may hold a state to resume from; they are not read."""
     name = Path(path).name
     files = [file.name for file in state_files(path) if file.name.startswith(name)]
     return not all(DEPENDENT.fullmatch(each) for each in files)
@@ -294,7 +293,7 @@ def remove_state(path: str | os.PathLike[str]) -> None:
 
 
 def process_suffix(group: Group | None) -> str:
-    """Return what the names of a process's files end with; empty for a single process."""
+    """Return the ending of the file names of this process; empty for a single process."""
     return f".rank{rank(group)}" if world_size(group) > 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""Context managers for the modes of a computation: precision, batch norm, dropout."""
+"""Context managers for precision, batch norm and dropout, and recomputed batch-norm statistics."""
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -68,7 +68,7 @@ def _attributes(changes: Iterable[tuple[object, str, object]]) -> Iterator[None]
 
 @contextmanager
 def outside_inference() -> Iterator[None]:
-    """Leave inference mode: tensors made in that mode never have a gradient."""
+    """Leave inference mode, because tensors made in that mode cannot have a gradient."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -78,7 +78,7 @@ def outside_inference() -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Record operations for a backward pass, whatever the mode outside."""
+    """Record operations for a backward pass, even within ``no_grad`` or inference mode."""
     with outside_inference(), torch.enable_grad():
         yield
 

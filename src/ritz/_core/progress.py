@@ -10,7 +10,7 @@ from typing import Protocol, TextIO, final, runtime_checkable
 
 @runtime_checkable
 class Progress(Protocol):
-    """Receiver of progress reports: pass your own as ``progress=`` to a long computation."""
+    """Interface of objects that receive progress reports, to pass as ``progress=``."""
 
     def start(self, label: str, total: int | None) -> None:
         """Called once at the beginning. ``total`` is the number of steps, if known."""
@@ -22,17 +22,17 @@ class Progress(Protocol):
         """Called once at the end, also after an error."""
 
 
-# A log file is told how long work will take if that is more seconds than this: a line per short
-# computation would be longer than its result.
+# In a log file, work that takes more seconds than this announces its expected time at the start.
+# For shorter work this line would be longer than the result.
 LONG = 10.0
 
 
 class Bar:
     """Progress bar on one line of the standard error stream.
 
-    In a terminal or a notebook it is redrawn at most ten times per second. Elsewhere only the last
-    state is written, so that log files stay short, and before it, if the work takes long, one line
-    with its number of steps and the expected time, which the first steps tell.
+    In a terminal or a notebook it is redrawn at most ten times per second. A log file gets the last
+    state only. Long work also writes one line after its first steps, with the number of steps and
+    the expected time.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -43,7 +43,7 @@ class Bar:
     def start(self, label: str, total: int | None) -> None:
         self._label, self._total, self._line = label, total, ""
         self._begun = self._drawn = time.monotonic()
-        self._first: tuple[int, float] | None = None  # after the first step, which may trace
+        self._first: tuple[int, float] | None = None  # state and time after the first step
         self._forecast = self._live
         self.update(0)
 
@@ -77,8 +77,8 @@ class Bar:
         """Return the seconds left, or ``None`` if they are not known."""
         if not self._total or not 0 < done < self._total:
             return None
-        # Time per step after the first one, in which models are traced; of it if it is alone.
-        # Steps of an interrupted run were done before the first one.
+        # The first step is slower, because models are traced in it: use the mean time of the steps
+        # after it, if there are some. A resumed run begins with more than one step done.
         self._first = self._first or (done, now)
         before, since = self._first
         seconds = (now - since) / (done - before) if done > before else (now - self._begun) / done
@@ -95,7 +95,7 @@ class Bar:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with two or three digits, in the unit that suits it."""
+    """Return a duration as text in seconds, minutes or hours, with up to three digits."""
     if seconds < 120:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -111,20 +111,20 @@ class _Silent:
 
 @final
 class Stages:
-    """Several computations that report to one bar, of which each step counts as many units.
+    """One progress bar for several computations whose steps differ in length.
 
     Args:
-        whole: Receives the progress of all of them together.
+        whole: Receives the progress of all computations together.
     """
 
     def __init__(self, whole: Progress) -> None:
         self._whole, self._before, self._weight, self._size = whole, 0, 1, 0
 
     def stage(self, *, size: int, weight: int = 1) -> Progress:
-        """Begin the next stage, of ``size`` units and ``weight`` units per step.
+        """Begin the next stage, of ``size`` units in all and ``weight`` units per step.
 
-        The stage before it counts as done, also if it was read from a saved state and reported
-        nothing.
+        The stage before it counts as done, even if it reported nothing because its result was read
+        from a saved state.
         """
         self._before += self._size
         self._size, self._weight = size, weight

@@ -20,14 +20,14 @@ def propagate(
     .. math:: \text{stderr}^2 = \sum_i \max_{\pm} |f(x \pm \text{stderr}_i e_i) - f(x)|^2, \quad
         \text{truncation} = \sum_i \max_{\pm} |f(x \pm \text{truncation}_i e_i) - f(x)|
 
-    Differences over the errors themselves, in place of derivatives, stay honest at a kink and where
-    the function bends within its error bar. The degrees of freedom are those of Welch and
-    Satterthwaite, the smallest of all entries.
+    Differences over the errors themselves replace derivatives, so the result is also valid at a
+    kink and where the function is not linear within the error bars. The degrees of freedom follow
+    Welch and Satterthwaite; the smallest of all entries counts.
 
     Args:
         function: Takes the means in float64 and returns a tensor of any shape ``s``.
-        *parts: The estimates. The errors of the entries of an array count as independent.
-        method: What the function is.
+        *parts: The estimates. The errors of the entries of an array are taken as independent.
+        method: Description of the function, for the result.
         status: Status of the result.
     """
     means = [part.mean.detach().double() for part in parts]
@@ -43,7 +43,7 @@ def propagate(
                 function(*means[:index], means[index] + shift, *means[index + 1 :]) - value
                 for shift in (step.view_as(means[index]), -step.view_as(means[index]))
             ]
-            # NaN within the error: the function is not defined there, so nothing bounds the change.
+            # NaN: the function is not defined there, so its change has no bound.
             change = torch.stack(moved).abs()
             change = torch.where(change.isnan(), math.inf, change)
             rows.append(torch.where(size[entry] == 0, 0.0, change.amax(0)))

@@ -1,4 +1,4 @@
-"""Estimates with error bars, and the status of a computation."""
+"""``Estimate``, a number with error bars, and ``Status``, how a computation ended."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,18 +16,19 @@ Outcome = Literal["completed", "converged", "breakdown", "max_steps", "uncertain
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Constants of intervals of few samples.
+    """Constants of the intervals of :meth:`Estimate.interval` for few samples.
 
-    Set on samples that are normal, chi-squared with 1, 2, 6 and 20 degrees of freedom, sums of
-    these, and logarithms: with 4 to 64 samples 95 % intervals hold in 0.945 to 0.998 of the cases,
-    and 99.9 % intervals in at least 0.994. Student's alone hold in 0.82 to 0.95.
+    Set on normal samples, on chi-squared samples with 1, 2, 6 and 20 degrees of freedom, on sums of
+    these, and on logarithms. With 4 to 64 samples the 95 % intervals contain the exact value in
+    0.945 to 0.998 of the cases, and the 99.9 % intervals in at least 0.994. Student's intervals do
+    so in 0.82 to 0.95.
     """
 
-    # The skewness of N samples is too small by about this over N: chi-squared samples with one
-    # degree of freedom have 2.8, and 16 of them show 1.9.
+    # The skewness of N samples is too small by about this number over N, relative to it: that of
+    # the chi-squared law with one degree of freedom is 2.8, but 16 samples have 1.9 on average.
     hidden: float = 4.0
-    # Largest quantile for which Hall's correction is used as it stands; it grows with the fourth
-    # power, and with 8 samples a 99.9 % interval would be ten times too wide.
+    # Hall's correction is evaluated at this quantile at most. It grows with the fourth power of the
+    # quantile: with 8 samples a 99.9 % interval would be ten times too wide.
     largest: float = 3.0
 
 
@@ -35,7 +36,7 @@ TUNING = Tuning()
 
 
 class NotConvergedError(RuntimeError):
-    """A tolerance was not reached. The message says how large the error is and what to change."""
+    """The tolerance was not reached. The message has the error, and what to change."""
 
 
 @storable
@@ -43,12 +44,18 @@ class NotConvergedError(RuntimeError):
 class Status:
     """How a computation ended.
 
+    =============  ==========================================================================
+    outcome        meaning
+    =============  ==========================================================================
+    ``completed``  All steps were done. No tolerance was set.
+    ``converged``  The tolerance was reached.
+    ``breakdown``  The Krylov space became invariant, so the result is exact to roundoff.
+    ``max_steps``  The tolerance was not reached within the allowed steps or products.
+    ``uncertain``  The error is not known and may be of any size.
+    =============  ==========================================================================
+
     Attributes:
-        outcome: ``completed`` (all steps were done; no tolerance was set), ``converged`` (the
-            tolerance was reached), ``breakdown`` (an exact invariant subspace was found, so more
-            steps would add nothing), ``max_steps`` (the tolerance was not reached, or the products
-            allowed did not suffice for all that was asked for) or
-            ``uncertain`` (no bound of the error is known, so it may be of any size).
+        outcome: One of the table.
         message: One sentence that says what happened.
         advice: What to change. Empty if nothing is wrong.
     """
@@ -59,8 +66,7 @@ class Status:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is known, and below the tolerance if one was set."""
-        # A breakdown is exact: the Krylov space is invariant and contains the answer.
+        """Whether the error is known and, if a tolerance was set, below it."""
         return self.outcome not in ("max_steps", "uncertain")
 
     def raise_if_failed(self) -> None:
@@ -94,12 +100,12 @@ class Estimate(HasStatus):
         stderr: One standard error of the mean, shape ``s``. Zero if nothing was sampled.
         truncation: Bound or estimate of the error that more samples do not reduce, shape ``s``:
             truncated series, residuals and roundoff together. Infinite if it is unknown.
-        degrees: Degrees of freedom of ``stderr``, usually the number of samples less one. Zero if
+        degrees: Degrees of freedom of ``stderr``, usually the number of samples minus one. Zero if
             nothing was sampled.
         samples: The samples that were averaged, ``(num_samples, *s)``. ``None`` if nothing was
             sampled, or if storing the samples would take too much memory.
         num_products: Number of matrix-vector products that were used.
-        method: The method, and the reason if it was chosen automatically.
+        method: The method, and why it was chosen if the choice was automatic.
         status: Whether the tolerance was reached.
         seed: Seed of the generator. ``None`` if no random numbers were drawn.
     """
@@ -163,8 +169,8 @@ class Estimate(HasStatus):
         )
 
     def scaled(self, factor: float) -> "Estimate":
-        """Return the estimate, its errors and its samples times a number."""
-        # Errors are lengths: they scale with |factor|.
+        """Return the estimate times a number, with its errors and samples."""
+        # Errors are not negative: they scale with |factor|.
         return replace(
             self,
             mean=self.mean * factor,
@@ -174,13 +180,13 @@ class Estimate(HasStatus):
         )
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        r"""Return the ends of an interval that holds the true value with probability ``level``.
+        r"""Return the ends of an interval that contains the exact value with probability ``level``.
 
         .. math:: \text{mean} \pm (t_\nu\, \text{stderr} + \text{truncation})
 
         with the quantile :math:`t_\nu` of Student's distribution for ``degrees`` degrees of
-        freedom, made larger where the samples are skewed. The truncation is added in full: it does
-        not average out.
+        freedom, multiplied by a factor above 1 if the samples are skewed. The truncation is added
+        in full, because it does not average out.
 
         Args:
             level: Probability, between 0 and 1.
@@ -193,7 +199,7 @@ class Estimate(HasStatus):
         check_range("level", level, low=0.0, high=1.0)
         if not bool(self.stderr.any()):  # nothing was sampled, or nothing varies
             return self.stderr + self.truncation
-        # Errors that were propagated from others have no degrees of freedom of their own.
+        # Without degrees of freedom, use the quantile of the normal distribution.
         quantile = float(stdtrit(self.degrees or math.inf, 0.5 + level / 2))
         return quantile * self._skewed(quantile) * self.stderr + self.truncation
 
@@ -202,27 +208,28 @@ class Estimate(HasStatus):
         if self.samples is None:
             return torch.ones_like(self.stderr)
         off = self.samples - self.samples.mean(0)
-        off = off / off.abs().amax(0)  # of size one, so that the powers neither vanish nor overflow
+        off = off / off.abs().amax(0)  # of order one, so that the powers stay in range
         count = len(off)
         less = max(1, count - 2)
         skewness = (off.pow(3).mean(0) / off.square().mean(0) ** 1.5).nan_to_num(nan=0.0)
         skewness = skewness.abs() * (math.sqrt(count * (count - 1)) / less)
-        # Few samples rarely show their tail, and then the mean, its error and the skewness are all
-        # too small. So take the skewness one standard error (that of normal samples) higher.
+        # Few samples rarely include the tail of their distribution. Then the mean, its standard
+        # error and the skewness are all too small. So raise the skewness by one standard error,
+        # that of normal samples.
         doubt = math.sqrt(6 * count * (count - 1) / (less * (count + 1) * (count + 3)))
         likely = skewness * (1 + TUNING.hidden / count) + doubt
-        # Hall (1992), Section 3.5: Student's interval of N samples with skewness g is short by
-        # g^2 (z^4 + 2 z^2 - 3) / (18 N) of its length, while that is small.
+        # Hall (1992), Section 3.5: Student's interval of N samples with skewness g is too short by
+        # the fraction g^2 (z^4 + 2 z^2 - 3) / (18 N), if this is small.
         z = min(quantile, TUNING.largest)
         short = likely.square() * ((z**4 + 2 * z**2 - 3) / (18 * count))
         return torch.where(short < 1, 1 + short, 2 * short.sqrt().sqrt())
 
-    def judged(self, rtol: float | None, advice: str = "") -> "Estimate":
-        """Return the estimate with the status that its errors give it.
+    def with_status(self, rtol: float | None, advice: str = "") -> "Estimate":
+        """Return the estimate with its status: whether its errors are within a tolerance.
 
         Args:
-            rtol: The 95 % interval has to be within this fraction of the mean; for arrays, both
-                in the Euclidean norm.
+            rtol: Largest half width of the 95 % interval, relative to the mean. For arrays, both
+                are Euclidean norms.
             advice: What to change if the truncation is too large.
         """
         size, error = float(self.mean.norm()), float(self.error().norm())
@@ -249,7 +256,7 @@ class Estimate(HasStatus):
         fixed, error = float(self.truncation.norm()), float(self.error().norm())
         if advice and fixed > 0.5 * error:
             return advice
-        # The sampling error falls with the root of the number of probes.
+        # The sampling error falls as the square root of the number of probes.
         factor = ((error - fixed) / (goal - fixed)) ** 2 if goal > fixed else math.inf
         return f"use about {factor:.2g} times as many probes"
 
@@ -257,14 +264,14 @@ class Estimate(HasStatus):
         return float(self.mean.detach())
 
     def __str__(self) -> str:
-        # Arrays are too long to print: the largest error bounds all of them.
+        # Arrays are too long to print.
         if self.mean.ndim:
             shape, error = tuple(self.mean.shape), float(self.stderr.max())
             value = f"Estimate of shape {shape}, largest stderr {error:.2g}"
         else:
             value = plain_estimate(self)
         fixed, sampled = float(self.truncation.max()), float(self.stderr.max())
-        # Roundoff of 1e-14 next to an error bar of 0.1 is not worth a word.
+        # A truncation such as roundoff, far below the standard error, is not printed.
         if not is_below(fixed, 1e-3 * sampled) and fixed > 0:
             value += f", truncation {fixed:.2g}"
         return f"{value}  [{self.method}, {self.num_products} products; {self.status}]"
@@ -274,7 +281,7 @@ def stderr(samples: Tensor) -> Tensor:
     """Return the standard error of the mean over the first axis; NaN for a single sample."""
     if len(samples) < 2:  # std would warn
         return torch.full_like(samples[0], torch.nan)
-    # The squares of a deviation of 1e-170 are zero: scale by a power of two, which is exact.
+    # The square of a deviation of 1e-170 underflows: scale by a power of two, which is exact.
     unit = power_of_two(samples)
     # stderr = std / sqrt(N), with the unbiased standard deviation.
     deviation: Tensor = (samples / unit).std(0)
@@ -282,7 +289,7 @@ def stderr(samples: Tensor) -> Tensor:
 
 
 def power_of_two(tensor: Tensor) -> float:
-    """Return the power of two below the largest entry; 1 for a tensor of zeros."""
+    """Return the largest power of two up to the largest magnitude of an entry; 1 for zeros."""
     largest = float(tensor.abs().max())
     return math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest > 0 else 1.0
 
@@ -294,14 +301,14 @@ def plain_estimate(estimate: Estimate) -> str:
 
 
 def format_uncertain(mean: float, stderr: float) -> str:
-    """Return ``mean ± stderr`` with two digits of the error and the mean to the same place."""
+    """Return ``mean ± stderr`` with two digits of the error, and the mean to the same decimal."""
     if not (math.isfinite(mean) and math.isfinite(stderr)) or stderr == 0:
         # One sample has no standard error: it is NaN.
         error = "?" if math.isnan(stderr) else f"{stderr:.2g}"
         return f"{mean:.8g}" if stderr == 0 else f"{mean:.4g} ± {error}"
     # Two digits of the error: 0.0123 has floor(log10) = -2 and needs three decimal places.
     places = 1 - math.floor(math.log10(abs(stderr)))
-    # Outside this range plain digits would be mostly zeros, so use the exponent.
+    # Outside this range most digits would be zeros, so use an exponent.
     if -6 <= places <= 12 and abs(mean) < 1e9:
         digits = max(places, 0)
         return f"{mean:.{digits}f} ± {stderr:.{digits}f}"

@@ -16,15 +16,16 @@ from ritz._core.results import Estimate
 # Entries per step of column_dots: small enough that the elementwise product stays in cache.
 CHUNK = 2**17
 
-# Units of roundoff in a sum of products. In the table of docs/intervals.md no exact value is off by
-# more than 2, except for the star: its long row of ones adds up to 6.
+# Error of a sum of products, in units of machine precision. In the table of docs/intervals.md the
+# errors of exact values are at most 2, except for the star graph, whose long row of ones gives 6.
 ROUNDOFF = 8.0
 
-# With fewer samples than this, a spread below the truncation is taken for chance: 2^(1-6) < 0.05.
+# Samples with a spread below the truncation may agree by chance. With fewer samples than FEWEST the
+# error then counts as unknown: six random signs are equal with probability 2^(1-6) < 0.05.
 FEWEST = 6
 
-# From this many on, equal samples are taken for an exact result: 0.75^11 < 0.05. Samples are equal
-# if they agree to six digits.
+# From FEWEST to ALIKE samples the error counts as unknown only if the samples are equal, to six
+# digits. From ALIKE samples on, equal samples count as exact: 0.75^11 < 0.05.
 ALIKE, SAME = 11, 1e-6
 
 
@@ -39,7 +40,7 @@ def column_dots(left: Tensor, right: Tensor) -> Tensor:
 
 
 class Probed(Protocol):
-    """What drawing probes needs to know about an operator."""
+    """The part of the interface of an operator that is needed to draw probes."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -64,10 +65,10 @@ Finish = Callable[["Samples"], Estimate]
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples ``(d, *s)`` of a quantity whose mean over random probes is wanted.
+    """Samples of a quantity, whose mean over random probes is to be estimated.
 
     Attributes:
-        values: One sample per probe.
+        values: One sample per probe, ``(d, *s)``.
         complete: Whether the probes were an orthogonal basis, so that the mean is exact.
     """
 
@@ -86,7 +87,7 @@ class Samples:
                 truncation=truncation,
                 seed=seed,
             )
-            return doubted(estimate)
+            return doubt_equal_samples(estimate)
         mean, how = self.values.mean(0), f"{method}, with a whole basis in place of random probes"
         return Estimate.exact(mean, method=how, num_products=num_products, truncation=truncation)
 
@@ -97,7 +98,7 @@ class Sampling:
 
     Attributes:
         num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Keep adding probes until the 95 % interval is within this fraction of the mean.
+        rtol: Add probes until the 95 % interval is within this fraction of the mean.
         max_probes: Stop after this many probes even if ``rtol`` is not reached.
         block_size: Probes per block product. Defaults to the ``block_size`` of the operator.
         probe: Distribution of the entries.
@@ -126,9 +127,8 @@ class Sampling:
         generator: torch.Generator,
         progress: bool | Progress,
         label: str,
-        advice: str = "",
     ) -> Estimate:
-        """Return the estimate that ``finish`` makes of enough samples, with its status.
+        """Draw probes until the tolerance is reached; return the estimate with its status.
 
         Args:
             op: The operator that the probes are for.
@@ -137,7 +137,6 @@ class Sampling:
             generator: Source of the probes.
             progress: ``True`` shows a progress bar; a :class:`Progress` object receives it.
             label: Name of the bar.
-            advice: What to change if the truncation error is too large.
         """
         n, looks = op.shape[0], self.looks(op.shape[0])
         parts: list[Tensor] = []
@@ -145,7 +144,7 @@ class Sampling:
         with tracking(progress, label, looks[-1]) as bar:
             for goal in looks:
                 if goal == n:
-                    return self._complete(op, measure, finish, advice)
+                    return self._complete(op, measure, finish)
                 while taken < goal:
                     width = min(self.width(op), goal - taken)
                     block = draw_probes(op, width, generator=generator, kind=self.probe)
@@ -153,16 +152,17 @@ class Sampling:
                     check_samples(parts[-1], taken)
                     taken += width
                     bar.update(taken)
-                estimate = finish(Samples(torch.cat(parts))).judged(self.rtol, advice)
+                estimate = finish(Samples(torch.cat(parts))).with_status(self.rtol)
                 if is_settled(estimate, self.rtol):
                     break
         return estimate
 
     def looks(self, n: int, *, products: int = 1) -> list[int]:
-        """Return the numbers of probes at which the error is judged; ``n`` means a whole basis.
+        """Return the numbers of probes at which to compare the error with the tolerance.
 
-        ``n`` orthogonal probes give the exact mean, so no more than that many products are worth
-        their cost. ``products`` is the number of products per probe.
+        ``n`` stands for an orthogonal basis in place of random probes. It gives the exact mean, so
+        random probes never take more products than that. ``products`` is the number of products per
+        probe.
         """
         counts = doubling(
             self.num_probes, self.num_probes if self.rtol is None else self.max_probes
@@ -171,7 +171,7 @@ class Sampling:
         return few + [n] * (len(few) < len(counts))
 
     def _complete(
-        self, op: Probed, measure: Callable[[Tensor], Tensor], finish: Finish, advice: str
+        self, op: Probed, measure: Callable[[Tensor], Tensor], finish: Finish
     ) -> Estimate:
         # With z_i = sqrt(n) e_i the mean of z_i' B z_i over i is tr B: no random probe is needed.
         n = op.shape[0]
@@ -180,23 +180,28 @@ class Sampling:
             [measure(block).double().cpu() for block in basis.split(self.width(op), 1)]
         )
         check_samples(values, 0)
-        return finish(Samples(values, complete=True)).judged(self.rtol, advice)
+        return finish(Samples(values, complete=True)).with_status(self.rtol)
 
     def width(self, op: Probed) -> int:
         """Return the number of probes per block product."""
         return op.block_size if self.block_size is None else self.block_size
 
 
-def doubted(estimate: Estimate, *, alike: int = ALIKE) -> Estimate:
-    """Return the estimate with unknown error where fewer than ``alike`` samples agree."""
+def doubt_equal_samples(estimate: Estimate, *, alike: int = ALIKE) -> Estimate:
+    """Set the truncation to infinity where so few samples are equal that it may be by chance.
+
+    Args:
+        estimate: The mean of samples.
+        alike: Number of samples from which on equal samples count as exact.
+    """
     count = estimate.degrees + 1
     if count >= alike:
         return estimate
     blind = estimate.stderr <= estimate.truncation
     if count >= FEWEST:
-        # A polynomial of degree 2 in random signs, such as z'Az, is constant or differs from any
-        # constant with probability 1/4 or more (Schwartz-Zippel). For a block of three ones it is
-        # 1/4: (z_1 + z_2 + z_3)^2 is 1 in three of four cases.
+        # A polynomial of degree 2 in random signs, such as z'Az, is constant or differs from each
+        # constant with probability at least 1/4 (Schwartz-Zippel). The bound is attained by a block
+        # of three ones: (z_1 + z_2 + z_3)^2 is 1 in three of four cases.
         blind &= count**0.5 * estimate.stderr <= SAME * estimate.mean.abs()
     return replace(estimate, truncation=torch.where(blind, torch.inf, estimate.truncation))
 
@@ -204,7 +209,7 @@ def doubted(estimate: Estimate, *, alike: int = ALIKE) -> Estimate:
 def doubling(first: int, limit: int) -> list[int]:
     """Return ``first``, twice that, and so on up to ``limit``.
 
-    Comparing the error with a tolerance after every block would stop too early too often.
+    Comparing the error with a tolerance after every block would too often stop too early.
     """
     counts = [min(first, limit)]
     while counts[-1] < limit:
@@ -213,12 +218,12 @@ def doubling(first: int, limit: int) -> list[int]:
 
 
 def is_settled(estimate: Estimate, rtol: float | None) -> bool:
-    """Return whether more probes are not needed, or of no use."""
+    """Return whether to stop: the tolerance is reached, or more probes cannot reach it."""
     goal = (rtol or 0.0) * float(estimate.mean.norm())
-    # Before that, more probes may tell the spread.
     known = bool(estimate.truncation.isfinite().all())
-    judged = estimate.degrees + 1 >= (FEWEST if known else ALIKE)
-    hopeless = judged and not is_below(float(estimate.truncation.norm()), goal)
+    # With fewer samples the truncation may be infinite because they agree by chance.
+    enough = estimate.degrees + 1 >= (FEWEST if known else ALIKE)
+    hopeless = enough and not is_below(float(estimate.truncation.norm()), goal)
     return estimate.status.ok or hopeless
 
 

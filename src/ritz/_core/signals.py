@@ -44,7 +44,7 @@ def _handled(
     # Python allows handlers in the main thread only.
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
-            # Shells start background jobs with SIGINT ignored: ignored signals stay so. None is a
+            # Shells start background jobs with SIGINT ignored, and it must stay ignored. None is a
             # handler that was not installed from Python and could not be restored.
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 previous[number] = signal.signal(number, handler)

@@ -42,7 +42,7 @@ class CorruptFileError(ValueError):
 
 
 def storable(cls: type[T]) -> type[T]:
-    """Class decorator that lets :func:`save` and :func:`load` handle a dataclass."""
+    """Register a dataclass (as a decorator), so that :func:`save` and :func:`load` handle it."""
     key = _class_key(cls)
     if key in _STORABLE:
         raise ValueError(f"{key} is registered for storage already")
@@ -75,13 +75,13 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _machine() -> str:
-    # A process id means nothing on another machine that shares the disk.
+    # Machines that share a disk may use the same process id.
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
 def _remove_abandoned(target: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(target.name)}\.([0-9a-f]{{8}})\.(\d+)\.[0-9a-f]{{8}}")
-    # A file that cannot be listed or removed only takes space on the disk.
+    # Ignore errors: a file that cannot be removed does no harm beyond the space that it takes.
     with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
         for entry in entries:
             if match := pattern.fullmatch(entry.name):
@@ -104,7 +104,7 @@ def _is_running(process: int) -> bool:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Return a value as JSON text: the one dialect of ``--json``, logs and ``run.json``.
+    """Return a value as JSON text, in the form of ``--json``, logs and ``run.json``.
 
     NaN and infinities become ``null``, because JSON has no number for them. A tensor becomes
     nested lists, or its shape if it has more than 256 entries. A dataclass becomes an object of
@@ -150,7 +150,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], h
         save_file(plain, temporary, metadata={_KEY: json.dumps(body, sort_keys=True)})
 
 
-def is_own(path: str | os.PathLike[str]) -> bool:
+def is_ritz_file(path: str | os.PathLike[str]) -> bool:
     """Return whether :func:`write_tensors` wrote a file. Only the header is read."""
     try:
         with safe_open(path, framework="pt") as file:

@@ -59,7 +59,7 @@ class TrainingConfig:
                                     "(default: no limit).", low=1)
     # 128, and an average once per epoch: Granziol et al., Iterate averaging, appendix B.2.
     batch_size: int | None = _option(128, "Batch size, summed over all processes. Ignored if the "
-                                     "data are a DataLoader, which has its own.", low=1)
+                                     "data are a DataLoader, which has a batch size.", low=1)
     drop_last: bool = _option(False, "Leave out the last batch of an epoch if it is smaller.")
     augment: Any = _option(True, "Augment training images in the standard way of the data "
                            "set. CIFAR and ImageNet-32: random crops and flips.",
@@ -70,8 +70,8 @@ class TrainingConfig:
                                                     "weight_decay and so on.", flags=None)
     accumulate: int = _option(1, "Number of batches per step of the optimiser. The gradient is "
                               "the mean over all their samples.", RATE, low=1)
-    clip_norm: float | None = _option(None, "Clip the gradient to this norm (default: no clip).",
-                                      RATE)
+    clip_norm: float | None = _option(None, "Clip the gradient to this norm (default: no "
+                                      "clipping).", RATE)
     steps_per_epoch: int | None = _option(None, "Number of steps per epoch. Only needed if the "
                                           "data have no length (iterable datasets).", low=1)
     # Fixed rather than drawn, so that the same command gives the same run.
@@ -165,7 +165,7 @@ class TrainingConfig:
     random_segments: bool = _option(False, "Draw the lengths of the segments of a text in each "
                                     "epoch: about the usual length, or half of it with probability "
                                     "0.05. The learning rate of a step is proportional to its "
-                                    "length. Steps are then no CUDA graphs.", TEXT)
+                                    "length. Steps then do not run as CUDA graphs.", TEXT)
     # 2 and 1 in the code of Merity et al., Revisiting activation regularization, and so published.
     activation_penalty: float = _option(0.0, "Add this multiple of the mean square of the last "
                                         "activations, after dropout, to the loss (AR).", TEXT,
@@ -218,20 +218,39 @@ class TrainingConfig:
                 real = float in (entry.type, *get_args(entry.type))
                 check = check_range if real else check_count
                 check(entry.name, value, **bounds)
+        self._check_ranges()
+        self._check_combinations()
+        self._check_noise()
+        # Read-only, and equal to what run.json gives back.
+        stored = {
+            "keep": tuple(self.keep),
+            "milestones": tuple(self.milestones),
+            "optimizer_settings": MappingProxyType(dict(self.optimizer_settings)),
+            "augment": self.augment or False,
+            "device": None if self.device is None else str(self.device),
+        }
+        for name, value in stored.items():
+            object.__setattr__(self, name, value)
+
+    def _check_ranges(self) -> None:
         # The number of steps is not known here: it depends on the data.
         longest = self.num_epochs if self.schedule_unit == "epoch" else None
         check_count("warmup", self.warmup, low=0, high=longest)
         if self.average_from is not None:
             check_count("average_from", self.average_from, high=self.num_epochs)
-        if self.average_from is not None and self.patience is not None:
-            raise ValueError(f"average_from must be None if patience is set, which chooses the "
-                             f"first epoch itself, got {self.average_from}")  # fmt: skip
         if self.clip_norm is not None:
             check_range("clip_norm", self.clip_norm)
             if not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
                 raise ValueError(f"clip_norm must be finite and above 0, got {self.clip_norm}")
         for epoch in self.keep:
             check_count("keep", epoch, low=0, high=self.num_epochs)
+        if isinstance(self.augment, str):
+            raise ValueError(f"augment must be a bool or an Augmentation, got {self.augment!r}")
+
+    def _check_combinations(self) -> None:
+        if self.average_from is not None and self.patience is not None:
+            raise ValueError(f"average_from must be None if patience is set, which chooses the "
+                             f"first epoch itself, got {self.average_from}")  # fmt: skip
         if self.milestones and self.schedule != "step":
             raise ValueError(f"milestones must be given with schedule step, got {self.schedule}")
         if self.schedule == "linear_held" and self.average_from is None:
@@ -250,19 +269,6 @@ class TrainingConfig:
         if (self.activation_penalty or self.change_penalty) and self.compile:
             raise ValueError("compile must be False with activation_penalty and change_penalty, "
                              "which read activations inside the model")  # fmt: skip
-        self._check_noise()
-        if isinstance(self.augment, str):
-            raise ValueError(f"augment must be a bool or an Augmentation, got {self.augment!r}")
-        # Read-only, and equal to what run.json gives back.
-        stored = {
-            "keep": tuple(self.keep),
-            "milestones": tuple(self.milestones),
-            "optimizer_settings": MappingProxyType(dict(self.optimizer_settings)),
-            "augment": self.augment or False,
-            "device": None if self.device is None else str(self.device),
-        }
-        for name, value in stored.items():
-            object.__setattr__(self, name, value)
 
     def _check_noise(self) -> None:
         defaults = {entry.name: entry.default for entry in fields(self)}
@@ -313,7 +319,7 @@ class TrainingConfig:
         return {entry.name: _to_plain(getattr(self, entry.name)) for entry in fields(self)}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the options that a resumed run must share with its beginning."""
+        """Return the options that must not change when a run is resumed."""
         plain = self.to_plain()
         plain["optimizer_settings"] = {k: repr(v) for k, v in self.optimizer_settings.items()}
         # The length of a run sets a schedule that falls over all of it. With an average, the linear

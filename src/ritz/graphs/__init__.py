@@ -1,10 +1,11 @@
 """Graphs from files and other libraries, random graphs, and quantities of their spectra."""
 
 from ritz.graphs._clusters import ClusterCount, count_clusters
-from ritz.graphs._density import density, eigenvalues, entropy, heat_trace, laplacian, moments
+from ritz.graphs._density import density, entropy, heat_trace, moments
 from ritz.graphs._fit import Fit, fit
 from ritz.graphs._graph import Graph, GraphError
 from ritz.graphs._io import GraphLike, as_graph, read, to_undirected
+from ritz.graphs._matrices import eigenvalues, laplacian
 from ritz.graphs._partition import spectral_clusters
 from ritz.graphs._random import (
     barabasi_albert,

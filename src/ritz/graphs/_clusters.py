@@ -1,4 +1,4 @@
-"""The number of clusters of a graph, counted in two ways that check each other."""
+"""``count_clusters``: the number of clusters of a graph, by two methods that check each other."""
 
 import math
 from collections.abc import Callable
@@ -13,15 +13,12 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import HasStatus, Status, format_uncertain
 from ritz._core.storage import storable
-from ritz.graphs._density import SMALL, eigenvalues, laplacian, moments, with_edges
+from ritz.graphs._density import SMALL, moments
+from ritz.graphs._filtered_count import Below, NullSpace, all_below, count_below
 from ritz.graphs._gaps import (
     TUNING,
-    Below,
     Gap,
-    NullSpace,
-    all_below,
     angle,
-    count_below,
     find_gap,
     low_stretches,
     point,
@@ -32,6 +29,7 @@ from ritz.graphs._gaps import (
 )
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike
+from ritz.graphs._matrices import eigenvalues, laplacian, with_edges
 from ritz.spectra import (
     DiscreteDensity,
     EntropicDensity,
@@ -51,27 +49,29 @@ class ClusterCount(HasStatus):
     r"""The number of clusters of a graph: eigenvalues below the gap of its spectrum.
 
     Attributes:
-        count: Number of clusters. It is the number of components if no gap was found beyond them.
-            It is ``None`` if a connected graph has no gap, or if the count could not be certified.
+        count: Number of clusters. It is the number of components if there is no other gap. It is
+            ``None`` if a connected graph has no gap, or if the count could not be certified.
         stderr: Standard error of the count; zero if eigenvalues were counted one by one and none
             was missed.
         threshold: :math:`\lambda_*`, in the gap.
         gap: Ends of the gap.
         mass: Estimated fraction of eigenvalues below the threshold.
-        estimate: Their estimated number, ``n`` times the mass.
+        estimate: Estimated number of eigenvalues below the threshold, ``n`` times the mass.
         estimate_stderr: Standard error of the estimate.
-        found: Number found by block Krylov, a lower bound; ``None`` if that was not used.
-        missed: Estimated number of eigenvalues that block Krylov missed.
+        found: Number of eigenvalues that block Krylov has found, a lower bound; ``None`` if it was
+            not used.
+        missed: Estimated number of eigenvalues that block Krylov has missed.
         certified: Whether the count is exact: the entropic and the Krylov count agree and no
             eigenvalue was missed, or all eigenvalues were computed.
-        reason: Why the count is missing, or is only the number of components.
-        num_nodes: Vertices of the graph.
-        num_components: Connected components, including isolated vertices: eigenvalues 0.
-        method: How it was counted.
+        reason: Why there is no count, or why it is the number of components.
+        num_nodes: Number of vertices of the graph.
+        num_components: Number of connected components, including isolated vertices. It is the
+            multiplicity of the eigenvalue 0.
+        method: How the clusters were counted.
         num_products: Matrix-vector products.
-        status: Whether the count can be trusted, and what to do if not.
+        status: Whether the count can be trusted, and what to change if not.
         seed: Seed of the generator.
-        density: Density of the eigenvalues in which the gap was found.
+        density: Density of the eigenvalues from which the gap was chosen.
     """
 
     count: int | None
@@ -121,164 +121,6 @@ class ClusterCount(HasStatus):
         return "\n".join([*lines, f"  {self.status}"])
 
 
-def _uncertain(mean: float, stderr: float) -> str:
-    return f"{mean:.4g}" if math.isnan(stderr) else format_uncertain(mean, stderr)
-
-
-# ------------------------------------------------------------------------------------------
-# Counting by sampling: N(lambda) = n F(lambda), with F the distribution function of a density.
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A sampled density of a graph with its gap.
-
-    Attributes:
-        density: Entropic, smoothed, or all eigenvalues.
-        stretches: All low stretches, ascending, or why there are none.
-        num_nodes: Vertices.
-        num_moments: Moments of the density, or Lanczos steps.
-        num_products: Matrix-vector products.
-        spread: A density with one sample per probe, which gives the error; ``None`` if the density
-            is exact.
-    """
-
-    density: EntropicDensity | SmoothedDensity | DiscreteDensity
-    stretches: list[Gap] | str
-    num_nodes: int
-    num_moments: int
-    num_products: int
-    spread: PolynomialDensity | SmoothedDensity | None = None
-
-    @property
-    def gap(self) -> Gap | str:
-        """The widest gap, or why there is none."""
-        return find_gap(self.stretches, num_moments=self.num_moments)
-
-    def below(self, threshold: float) -> tuple[float, float]:
-        """Number of eigenvalues below a point, and its standard error."""
-        at = torch.tensor([threshold], dtype=torch.float64)
-        count = self.num_nodes * float(self.density.cdf(at))
-        if self.spread is None:
-            return float(round(count)), 0.0
-        # A band of one standard deviation either way is two standard errors wide.
-        low, high = self.spread.cdf_band(at, sigmas=1.0)
-        return count, self.num_nodes * float(high - low) / 2
-
-    def mean_below(self, threshold: float) -> float:
-        """Mean of the eigenvalues below a point."""
-        # Integration by parts: int_0^t x dF = t F(t) - int_0^t F.
-        x = torch.linspace(0, threshold, 2001, dtype=torch.float64)
-        cdf = self.density.cdf(x)
-        return threshold - float(torch.trapezoid(cdf, x) / cdf[-1].clamp_min(1e-300))
-
-    def next_gap(self, first: Gap) -> Gap | None:
-        """The widest low stretch right of a first one; none if others are about as wide."""
-        joined: list[Gap] = []
-        for one in self.stretches if isinstance(self.stretches, list) else ():
-            # Just below the upper end, where an exact density has an eigenvalue.
-            end = math.nextafter(joined[-1].high, 0.0) if joined else 0.0
-            if joined and self.below(one.low)[0] - self.below(end)[0] < TUNING.noise:
-                one = replace(one, low=joined.pop().low)
-            joined.append(replace(one, threshold=one.middle))
-        after = sorted((gap for gap in joined if gap.low >= first.high), key=lambda gap: gap.width)
-        if not after or after[-1].width < math.pi / self.num_moments:
-            return None
-        higher = [gap.width for gap in after if gap.low > after[-1].high]
-        ladder = max(higher, default=0.0) > TUNING.ladder * after[-1].width
-        return None if ladder else after[-1]
-
-    def crowd(self, gap: Gap) -> float:
-        """Number of eigenvalues in a stretch above a gap that is equally wide."""
-        # The density blurs both ends by half of what is resolved.
-        end = point(angle(gap.high) + gap.width + math.pi / self.num_moments)
-        return self.below(end)[0] - self.below(gap.high)[0]
-
-    def beyond(self, gap: Gap) -> Gap:
-        """The stretch that begins some eigenvalues above a gap, enough to know their spacings."""
-        resolved = math.pi / self.num_moments
-        angles = torch.linspace(angle(gap.high), math.pi, 4001, dtype=torch.float64)
-        counts = self.num_nodes * self.density.cdf(1 - angles.cos())
-        wanted = counts[0] + TUNING.crowd * torch.tensor([2.0, 4.0], dtype=torch.float64)
-        low, high = angles[torch.searchsorted(counts, wanted).clamp_max(4000)].tolist()
-        # A polynomial needs room to fall, even where many eigenvalues coincide.
-        low = min(low, math.pi - resolved)
-        high = min(max(high, low + resolved / 4), math.pi - resolved / 2)
-        return Gap(low=point(low), high=point(high), threshold=point((low + high) / 2))
-
-
-def sample_density(
-    graph: Graph,
-    *,
-    lanczos: bool,
-    num_moments: int,
-    num_probes: int,
-    bulk: float,
-    generator: torch.Generator,
-    progress: bool | Progress,
-) -> Sampled:
-    """Return the entropic spectrum (Algorithm 5) or a smoothed Lanczos density, with its gap."""
-    options: dict[str, Any] = {
-        "num_probes": num_probes,
-        "generator": generator,
-        "progress": progress,
-    }
-    spread: PolynomialDensity | SmoothedDensity
-    shape: EntropicDensity | SmoothedDensity
-    if lanczos:
-        # One step per moment, as in the paper.
-        steps = min(num_moments, graph.num_nodes)
-        discrete: Any = density(
-            laplacian(graph), num_steps=steps, reorthogonalize="none", **options
-        )
-        shape = spread = discrete.smoothed()
-        num_products = discrete.num_products
-    else:
-        sampled = moments(graph, num_moments=num_moments, exact=False, **options)
-        grid = min(TUNING.largest_grid, max(4096, 2 * num_moments**2))
-        shape = maxent(sampled, grid_size=grid)
-        spread = PolynomialDensity(moments=sampled, dimension=graph.num_nodes)
-        num_products = sampled.num_products
-    return Sampled(
-        density=shape,
-        stretches=low_stretches(shape, num_moments=num_moments, bulk=bulk),
-        num_nodes=graph.num_nodes,
-        num_moments=num_moments,
-        num_products=num_products,
-        spread=spread,
-    )
-
-
-def exact_density(graph: Graph, *, num_moments: int, bulk: float, num_zeros: int) -> Sampled:
-    """Return all eigenvalues as a density, with its gap: the widest of their spacings."""
-    values = eigenvalues(graph)
-    # Exactly as many are 0 as there are components.
-    values[:num_zeros] = 0.0
-    # Each eigenvalue has the mass 1 / n. The solver is backward stable, with errors of n eps |A|.
-    n = len(values)
-    exact = DiscreteDensity(
-        nodes=values[None],
-        weights=torch.full((1, n), 1 / n, dtype=torch.float64),
-        roundoff=n * torch.finfo(torch.float64).eps,
-        dimension=n,
-        num_products=n,
-        seed=0,
-        matrix="normalized",
-    )
-    left = values[: math.ceil(bulk * n)]
-    return Sampled(
-        density=exact,
-        stretches=resolved_spacings(left, num_moments=num_moments),
-        num_nodes=n,
-        num_moments=num_moments,
-        num_products=n,
-    )
-
-
-# ------------------------------------------------------------------------------------------
-# The number of clusters of a graph, counted in two ways that check each other.
-
-
 def count_clusters(
     graph: GraphLike,
     *,
@@ -301,9 +143,9 @@ def count_clusters(
 
     ``count`` is ``None``, and ``reason`` says why, if a connected graph has no gap (paths, grids)
     or only the gap above the eigenvalue 0 (random graphs, complete graphs). The spectrum of such a
-    graph does not tell whether it is one cluster or has none.
+    graph does not show whether it is one cluster or has none.
 
-    Every connected component, also an isolated vertex, adds one eigenvalue 0 and is counted as one
+    Every connected component, including an isolated vertex, adds one eigenvalue 0 and counts as one
     cluster. If several components have no further gap, ``count`` is the number of components,
     which is exact, and ``reason`` says so. To count clusters within the largest component, pass
     :meth:`ritz.graphs.Graph.largest_component`.
@@ -322,10 +164,10 @@ def count_clusters(
                       four standard errors or something was missed
     ================  ===================================================================
 
-    Clusters that have more edges inside than outside have a conductance :math:`\phi_i` below one
-    half, and then the mean of the eigenvalues left of the gap is below one half too (Ky Fan):
-    :math:`\sum_{i \le k} \lambda_i \le \sum_{i \le k} \phi_i`. If the mean is larger, there is no
-    count. A random bipartite graph, for example, has a gap left of 1 without having clusters.
+    Clusters with more edges inside than outside have a conductance :math:`\phi_i` below one half.
+    Then the mean of the eigenvalues left of the gap is also below one half, because
+    :math:`\sum_{i \le k} \lambda_i \le \sum_{i \le k} \phi_i` (Ky Fan). If the mean is larger,
+    there is no count. For example, a random bipartite graph has a gap left of 1 but no clusters.
 
     Cost: ``num_probes * num_moments / 2`` products for ``entropic``, twice that for ``lanczos``,
     about 10 products per eigenvalue for ``krylov``, more if the gap is narrow. Memory beyond the
@@ -334,11 +176,11 @@ def count_clusters(
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
         method: One of the table.
-        num_moments: Moments ``m``, or Lanczos steps. A gap narrower than :math:`\pi / m` in
-            :math:`\arccos(1 - \lambda)` is not seen.
-        num_probes: Probes ``d``.
+        num_moments: Number of moments ``m``, or of Lanczos steps. A gap narrower than
+            :math:`\pi / m` in :math:`\arccos(1 - \lambda)` is not resolved.
+        num_probes: Number of probes ``d``.
         max_vectors: Maximum number of vectors for ``krylov``. Defaults to as many as fit in 4 GiB.
-            If these are too few, ``auto`` has no count, only the sampled ``estimate``.
+            If these are too few, ``auto`` returns no count, only the sampled ``estimate``.
         generator: Source of randomness. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
@@ -395,8 +237,8 @@ def count_clusters(
         short = f"block Krylov would need {width:,} vectors, max_vectors is {most:,}"
     if short or method in ("entropic", "lanczos"):
         return _sampled_count(sampled, _sampled_gap(sampled, sampled.gap, null), facts, short)
-    # Each method certifies the other: sampling has an error but misses nothing, block Krylov is
-    # exact but may miss eigenvalues.
+    # The methods certify each other: sampling has an error but misses no eigenvalue, and block
+    # Krylov is exact but may miss eigenvalues.
     krylov = _BlockKrylov(graph, null, max(1, most), sampled, generator, progress)
     below = krylov.count(sampled.gap, width)
     facts["num_products"] += below.num_products
@@ -405,6 +247,160 @@ def count_clusters(
         facts["num_products"] += further.num_products if further else 0
         below = further if further and _is_real(further, sampled) else below
     return reconciled(below, sampled, facts, trusted=method == "auto")
+
+
+# ------------------------------------------------------------------------------------------
+# Counting by sampling: N(lambda) = n F(lambda) with the distribution function F of a density.
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sampled density of a graph with its gap.
+
+    Attributes:
+        density: Entropic density, smoothed density, or all eigenvalues.
+        stretches: All low stretches, ascending, or why there are none.
+        num_nodes: Number of vertices.
+        num_moments: Number of moments of the density, or of Lanczos steps.
+        num_products: Number of matrix-vector products.
+        spread: A density with one sample per probe, for the standard error; ``None`` if the density
+            is exact.
+    """
+
+    density: EntropicDensity | SmoothedDensity | DiscreteDensity
+    stretches: list[Gap] | str
+    num_nodes: int
+    num_moments: int
+    num_products: int
+    spread: PolynomialDensity | SmoothedDensity | None = None
+
+    @property
+    def gap(self) -> Gap | str:
+        """The widest gap, or why there is none."""
+        return find_gap(self.stretches, num_moments=self.num_moments)
+
+    def below(self, threshold: float) -> tuple[float, float]:
+        """Number of eigenvalues below a point, and its standard error."""
+        at = torch.tensor([threshold], dtype=torch.float64)
+        count = self.num_nodes * float(self.density.cdf(at))
+        if self.spread is None:
+            return float(round(count)), 0.0
+        # The band from -1 to +1 standard errors is two standard errors wide.
+        low, high = self.spread.cdf_band(at, sigmas=1.0)
+        return count, self.num_nodes * float(high - low) / 2
+
+    def mean_below(self, threshold: float) -> float:
+        """Mean of the eigenvalues below a point."""
+        # Integration by parts: int_0^t x dF = t F(t) - int_0^t F.
+        x = torch.linspace(0, threshold, 2001, dtype=torch.float64)
+        cdf = self.density.cdf(x)
+        return threshold - float(torch.trapezoid(cdf, x) / cdf[-1].clamp_min(1e-300))
+
+    def next_gap(self, first: Gap) -> Gap | None:
+        """The widest low stretch right of ``first``; ``None`` if others are about as wide."""
+        joined: list[Gap] = []
+        for gap in self.stretches if isinstance(self.stretches, list) else ():
+            # Just below the upper end, where an exact density has an eigenvalue.
+            end = math.nextafter(joined[-1].high, 0.0) if joined else 0.0
+            if joined and self.below(gap.low)[0] - self.below(end)[0] < TUNING.noise:
+                gap = replace(gap, low=joined.pop().low)
+            joined.append(replace(gap, threshold=gap.middle))
+        after = sorted((gap for gap in joined if gap.low >= first.high), key=lambda gap: gap.width)
+        if not after or after[-1].width < math.pi / self.num_moments:
+            return None
+        higher = [gap.width for gap in after if gap.low > after[-1].high]
+        ladder = max(higher, default=0.0) > TUNING.ladder * after[-1].width
+        return None if ladder else after[-1]
+
+    def crowd(self, gap: Gap) -> float:
+        """Number of eigenvalues in the interval above a gap that has the same width as the gap."""
+        # The density blurs both ends by half of the resolution.
+        end = point(angle(gap.high) + gap.width + math.pi / self.num_moments)
+        return self.below(end)[0] - self.below(gap.high)[0]
+
+    def beyond(self, gap: Gap) -> Gap:
+        """A stretch that begins enough eigenvalues above a gap to know their spacings."""
+        resolved = math.pi / self.num_moments
+        angles = torch.linspace(angle(gap.high), math.pi, 4001, dtype=torch.float64)
+        counts = self.num_nodes * self.density.cdf(1 - angles.cos())
+        wanted = counts[0] + TUNING.crowd * torch.tensor([2.0, 4.0], dtype=torch.float64)
+        low, high = angles[torch.searchsorted(counts, wanted).clamp_max(4000)].tolist()
+        # The filter needs a stretch of positive width, even if many eigenvalues coincide.
+        low = min(low, math.pi - resolved)
+        high = min(max(high, low + resolved / 4), math.pi - resolved / 2)
+        return Gap(low=point(low), high=point(high), threshold=point((low + high) / 2))
+
+
+def sample_density(
+    graph: Graph,
+    *,
+    lanczos: bool,
+    num_moments: int,
+    num_probes: int,
+    bulk: float,
+    generator: torch.Generator,
+    progress: bool | Progress,
+) -> Sampled:
+    """Return the entropic spectrum (Algorithm 5) or a smoothed Lanczos density, with its gap."""
+    options: dict[str, Any] = {
+        "num_probes": num_probes,
+        "generator": generator,
+        "progress": progress,
+    }
+    spread: PolynomialDensity | SmoothedDensity
+    shape: EntropicDensity | SmoothedDensity
+    if lanczos:
+        # One step per moment, as in the paper.
+        steps = min(num_moments, graph.num_nodes)
+        discrete: Any = density(
+            laplacian(graph), num_steps=steps, reorthogonalize="none", **options
+        )
+        shape = spread = discrete.smoothed()
+        num_products = discrete.num_products
+    else:
+        sampled = moments(graph, num_moments=num_moments, exact=False, **options)
+        grid = min(TUNING.largest_grid, max(4096, 2 * num_moments**2))
+        shape = maxent(sampled, grid_size=grid)
+        spread = PolynomialDensity(moments=sampled, dimension=graph.num_nodes)
+        num_products = sampled.num_products
+    return Sampled(
+        density=shape,
+        stretches=low_stretches(shape, num_moments=num_moments, bulk=bulk),
+        num_nodes=graph.num_nodes,
+        num_moments=num_moments,
+        num_products=num_products,
+        spread=spread,
+    )
+
+
+def exact_density(graph: Graph, *, num_moments: int, bulk: float, num_zeros: int) -> Sampled:
+    """Return all eigenvalues as a density, with its gap, the widest of their spacings."""
+    values = eigenvalues(graph)
+    # The multiplicity of 0 is the number of components.
+    values[:num_zeros] = 0.0
+    # Each eigenvalue has the mass 1 / n. The solver is backward stable, with errors of n eps |A|.
+    n = len(values)
+    exact = DiscreteDensity(
+        nodes=values[None],
+        weights=torch.full((1, n), 1 / n, dtype=torch.float64),
+        roundoff=n * torch.finfo(torch.float64).eps,
+        dimension=n,
+        num_products=n,
+        seed=0,
+        matrix="normalized",
+    )
+    left = values[: math.ceil(bulk * n)]
+    return Sampled(
+        density=exact,
+        stretches=resolved_spacings(left, num_moments=num_moments),
+        num_nodes=n,
+        num_moments=num_moments,
+        num_products=n,
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# Counting one by one: block Krylov below the gap.
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,30 +449,34 @@ class _BlockKrylov:
 
 
 def _width(sampled: Sampled, gap: Gap, null: NullSpace) -> int:
-    """Vectors that most likely hold all eigenvalues below the end of a gap."""
+    """Return a number of vectors that most likely suffices for all eigenvalues below the gap."""
     mean, stderr = sampled.below(gap.high)
     wanted = max(0.0, mean + TUNING.agreement * stderr - null.dimension)
-    # A tenth and ten more: the smallest Ritz values converge first.
+    # Add a tenth and ten, because the largest of the Ritz values converge last.
     return min(math.ceil(1.1 * wanted) + 10, sampled.num_nodes - null.dimension)
 
 
 def _is_real(below: Below, sampled: Sampled) -> bool:
-    """Whether a gap divides a connected graph, and is wide beside the spacings above it."""
+    """Return whether a gap divides a connected graph and is wide beside the spacings above it."""
     if below.count == 1:
         return False
     return sampled.crowd(below.gap) >= TUNING.sure or stands_out(below.gap, below.above)
 
 
+# ------------------------------------------------------------------------------------------
+# Results, with or without a count.
+
+
 def reconciled(
     below: Below, sampled: Sampled, facts: dict[str, Any], *, trusted: bool
 ) -> ClusterCount:
-    """Return the count that both methods agree on; otherwise no count, and what each found.
+    """Return the count if both methods agree; otherwise no count, with the results of both.
 
     Args:
         below: Result of block Krylov.
-        sampled: The density.
+        sampled: The sampled density.
         facts: Other fields of the result.
-        trusted: The density has enough probes to count by it.
+        trusted: Whether the density has enough probes to compare the counts.
     """
     mean, stderr = sampled.below(below.gap.threshold)
     facts = facts | _gap_facts(sampled, below.gap, mean, stderr)
@@ -490,7 +490,7 @@ def reconciled(
         )
     if below.count == 1:
         return _whole(facts)
-    # Half an eigenvalue more than the error: the sampled number is not whole.
+    # Allow half an eigenvalue more than the error, because the estimate is not an integer.
     if trusted and not is_below(abs(below.count - mean), TUNING.agreement * stderr + 0.5):
         advice = "raise num_moments: the gap is barely resolved"
         return _failed(f"the two counts disagree: {both}", advice, facts)
@@ -513,10 +513,10 @@ def _gap_facts(sampled: Sampled, gap: Gap, mean: float, stderr: float) -> dict[s
 
 def _sampled_count(sampled: Sampled, gap: Gap, facts: dict[str, Any], short: str) -> ClusterCount:
     mean = sampled.below(gap.threshold)[0]
-    # A single probe resolves an atom less sharply than the density does: its whole spread shows
-    # in the middle of the stretch, not at the foot of the atom.
+    # The densities of single probes resolve an atom less sharply, so their spread is correct in the
+    # middle of the stretch, and too large next to the atom.
     stderr = sampled.below(gap.middle)[1]
-    # Mass inside the stretch may belong to either side.
+    # The mass inside the stretch may belong to either side.
     unsure = sampled.below(gap.high)[0] - sampled.below(gap.low)[0]
     facts = facts | _gap_facts(sampled, gap, mean, math.hypot(stderr, unsure))
     count = max(round(mean), facts["num_components"])
@@ -534,7 +534,7 @@ def _sampled_count(sampled: Sampled, gap: Gap, facts: dict[str, Any], short: str
 
 
 def _sampled_gap(sampled: Sampled, first: Gap, null: NullSpace) -> Gap:
-    """The first gap, or the next if only one zero is left of the first and the next is real."""
+    """Return the first gap, or the next one if only one eigenvalue is left of the first gap."""
     if null.dimension > 1 or round(sampled.below(first.threshold)[0]) > 1:
         return first
     further = sampled.next_gap(first)
@@ -573,3 +573,7 @@ def _failed(reason: str, advice: str, facts: dict[str, Any]) -> ClusterCount:
 
 def _no_count(reason: str, facts: dict[str, Any], status: Status) -> ClusterCount:
     return ClusterCount(count=None, reason=reason, status=status, **facts)
+
+
+def _uncertain(mean: float, stderr: float) -> str:
+    return f"{mean:.4g}" if math.isnan(stderr) else format_uncertain(mean, stderr)

@@ -1,4 +1,4 @@
-"""The matrices of a graph, its spectral density, moments, entropy and heat trace."""
+"""The spectral density of a graph, its moments, entropy and heat trace."""
 
 import math
 from dataclasses import replace
@@ -9,14 +9,15 @@ import scipy.special
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_device
+from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
-from ritz.graphs._graph import Graph, GraphError
 from ritz.graphs._io import GraphLike, as_graph
+from ritz.graphs._jackknife import jackknife, leave_out
+from ritz.graphs._matrices import check_place, eigenvalues, laplacian, with_edges
 from ritz.operators import LaplacianOperator
-from ritz.operators._shared import CompressedRows, GraphMatrix, gershgorin
+from ritz.operators._shared import GraphMatrix, gershgorin
 from ritz.spectra import (
     DiscreteDensity,
     EntropicDensity,
@@ -31,135 +32,18 @@ from ritz.spectra import moments as sampled_moments
 INTERVAL = (0.0, 2.0)  # contains the spectrum of every normalised Laplacian
 NUM_MOMENTS = 100
 NUM_PROBES = 64
-# Vertices up to which moments and counts come from all eigenvalues. These cost as much as the
-# moments of 64 probes at 1,000 vertices and 2.6 times as much at 2,000, but have no sampling error.
+# Up to this number of vertices moments and counts are computed from all eigenvalues. This costs as
+# much as the moments of 64 probes at 1,000 vertices, and 2.6 times as much at 2,000, but has no
+# sampling error.
 SMALL = 2000
-# Vertices of which all eigenvalues are computed at most: a dense matrix of 3.2 GB.
-_LARGEST = 20_000
-# Vertices up to which calls cost more than products, so that all probes are in one block.
+# Up to this number of vertices all probes are in one block, because the overhead of calls
+# dominates.
 _NARROW = 4096
-DensityMethod = Literal["maxent", "lanczos", "kpm"]
-
-# ------------------------------------------------------------------------------------------
-# The matrices of a graph as operators, and all their eigenvalues for a small graph.
-
-
-def laplacian(
-    graph: GraphLike,
-    *,
-    matrix: GraphMatrix = "normalized",
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-) -> LaplacianOperator:
-    """Return a matrix of a graph as an operator, by default the normalised Laplacian.
-
-    Args:
-        graph: Anything :func:`ritz.graphs.as_graph` accepts.
-        matrix: Which matrix; see :class:`ritz.operators.LaplacianOperator`.
-        dtype: Data type of the products; float32 is faster.
-        device: Device of the products.
-
-    Memory: none beyond the graph on the CPU if its weights have that dtype.
-    """
-    graph, device = as_graph(graph), _check_place(dtype, device)
-    weights = None if graph.weights is None else graph.weights.to(device)
-    rows = CompressedRows(graph.crow.to(device), graph.col.to(device), weights, dtype=dtype)
-    return LaplacianOperator(rows, matrix=matrix)
-
-
-def _check_place(dtype: torch.dtype, device: torch.device | str) -> torch.device:
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-    return check_device(device)
-
-
-def eigenvalues(graph: GraphLike, *, matrix: GraphMatrix = "normalized") -> Tensor:
-    """Return all eigenvalues of a matrix of a graph, ascending, ``(n,)``, float64.
-
-    Args:
-        graph: A graph with at most 20,000 vertices.
-        matrix: Which matrix.
-
-    Cost: that of a dense matrix, :math:`O(n^3)`. Memory: two matrices of :math:`8 n^2` bytes.
-    """
-    graph = as_graph(graph)
-    if graph.num_nodes > _LARGEST:
-        raise GraphError(
-            f"graph must have at most {_LARGEST:,} vertices for eigenvalues(), got "
-            f"{graph.num_nodes:,}: use density() for larger graphs"
-        )
-    if matrix == "normalized":
-        # L = I - D^-1/2 W D^-1/2, and 0 for isolated vertices. An operator would take 50 times as
-        # long for the karate club, most of it to check its symmetry.
-        degrees = graph.degrees
-        scale = torch.where(degrees > 0, degrees.rsqrt(), 0.0)
-        weights = torch.from_numpy(graph.to_scipy().toarray())
-        dense = (degrees > 0).double().diag() - scale[:, None] * weights * scale
-    else:
-        dense = laplacian(graph, matrix=matrix).matmat(torch.eye(graph.num_nodes).double())
-    values: Tensor = torch.linalg.eigvalsh(dense)
-    return values
-
-
-def with_edges(graph: GraphLike) -> Graph:
-    """Return ``graph`` as a :class:`Graph`, and raise if it has no edge."""
-    graph = as_graph(graph)
-    if not graph.num_edges:
-        count = "one vertex" if graph.num_nodes == 1 else f"{graph.num_nodes:,} vertices"
-        raise GraphError(
-            f"graph must have an edge, got {count} and none: all its eigenvalues are 0, and there "
-            "is no density; use eigenvalues()"
-        )
-    return graph
-
-
-# ------------------------------------------------------------------------------------------
-# Errors of functions of moments: the jackknife over groups of probes.
-
-_NUM_GROUPS = 10  # ten densities per graph; their spread is known to 1 / sqrt(2 * 9) = 24 %
-# Matching moments within their errors changes an entropy by at most this many times the change by
-# errors twice as large: 3.9 on a ring lattice of 60 vertices, below 2 on most of 21 graphs.
+# Moments are matched within their errors. The effect on an entropy is at most this multiple of the
+# change when the errors are doubled: 3.9 on a ring lattice of 60 vertices, below 2 on most of 21
+# graphs.
 _RELAXED = 4.0
-
-
-def leave_out(samples: Tensor) -> Tensor:
-    """Return means of samples ``(d, m)`` without one group at a time, ``(g, m)``.
-
-    There are as many groups as probes, but at most ten, and none for a single sample.
-    """
-    groups = min(_NUM_GROUPS, len(samples))
-    if groups < 2:
-        return samples[:0]
-    total = samples.sum(0)
-    parts = torch.tensor_split(samples, groups)
-    return torch.stack([(total - part.sum(0)) / (len(samples) - len(part)) for part in parts])
-
-
-def jackknife(values: Tensor) -> Tensor:
-    r"""Return the standard error :math:`\sqrt{\frac{g-1}{g} \sum_k (v_k - \bar v)^2}`.
-
-    Args:
-        values: Values without one group at a time, ``(g, *s)``.
-    """
-    spread = (values - values.mean(0)).square().sum(0)
-    return (spread * (len(values) - 1) / len(values)).sqrt()
-
-
-def bias(values: Tensor, whole: Tensor) -> Tensor:
-    r"""Return the bias :math:`(g - 1)(\bar v - v)` of a statistic, by the jackknife.
-
-    Args:
-        values: Values without one group at a time, ``(g, *s)``.
-        whole: Value of all samples, ``(*s)``.
-    """
-    return (len(values) - 1) * (values.mean(0) - whole)
-
-
-def matched_within(density: EntropicDensity) -> Tensor:
-    """Return the errors within which the moments of a density were matched, ``(m + 1,)``."""
-    # The zeroth moment is exact; the dual has a ridge of the variance of each of the others.
-    return torch.cat([torch.zeros(1, dtype=torch.float64), density.ridge.sqrt()])
-
+DensityMethod = Literal["maxent", "lanczos", "kpm"]
 
 # ------------------------------------------------------------------------------------------
 # The density of the eigenvalues of a graph's matrix, and its moments.
@@ -223,7 +107,7 @@ def moments(
     check_count("num_probes", num_probes, low=2)
     generator = resolve_generator(generator)
     place: Any = {"matrix": matrix, "dtype": dtype, "device": device}
-    _check_place(dtype, device)
+    check_place(dtype, device)
     interval = INTERVAL if matrix == "normalized" else _interval(laplacian(graph, **place))
     if graph.num_nodes <= SMALL if exact is None else exact:
         mean = chebyshev_means(eigenvalues(graph, matrix=matrix), num_moments, interval)
@@ -250,21 +134,21 @@ def moments(
 
 
 def _interval(op: LaplacianOperator) -> tuple[float, float]:
-    """An interval that contains the eigenvalues, without a product."""
+    """Return an interval that contains the eigenvalues, without products."""
     discs = gershgorin(op)
     if discs is None:
         raise ValueError(f"matrix must have bounds from its degrees, got {op.matrix!r}")
-    # A graph without edges has only the eigenvalue 0: any interval around it will do.
+    # A graph without edges has only the eigenvalue 0, and any interval around it will do.
     return discs if discs[0] < discs[1] else (-1.0, 1.0)
 
 
 def chebyshev_means(values: Tensor, num_moments: int, interval: tuple[float, float]) -> Tensor:
     """Return the means of ``T_j`` over eigenvalues in an interval, ``(num_moments + 1,)``."""
     low, high = interval
-    # T_j(cos a) = cos(j a); rounding may put an eigenvalue beyond the ends.
+    # T_j(cos a) = cos(j a). Clamp, because roundoff may move an eigenvalue beyond the ends.
     angles = torch.arccos(((2 * values.double() - low - high) / (high - low)).clamp(-1.0, 1.0))
     degrees = torch.arange(num_moments + 1, dtype=torch.float64)
-    # One degree at a time: a table of all would be m times as large as the eigenvalues.
+    # One degree at a time, to save memory.
     return torch.stack([torch.cos(degree * angles).mean() for degree in degrees])
 
 
@@ -377,7 +261,7 @@ def entropy(graph: GraphLike, **options: Unpack[MomentOptions]) -> Estimate:
 
     It is :math:`\log 2` for a flat spectrum and smaller for every other spectrum. The standard
     error is from the jackknife over groups of probes. Moments with errors are matched within these
-    errors, which makes the entropy larger: ``truncation`` is an estimate of that. Arguments and
+    errors, which increases the entropy; ``truncation`` is an estimate of this bias. Arguments and
     cost are those of :func:`density` with ``method="maxent"``.
 
     Reference: Equation 3.10 of *Spectral Machine Learning*.
@@ -391,8 +275,8 @@ def entropy(graph: GraphLike, **options: Unpack[MomentOptions]) -> Estimate:
     left = leave_out(sampled.samples)
     if not len(left):
         return estimate
-    # The ridge of the whole for all parts: another ridge would look like a sampling error. The last
-    # row is the whole with errors twice as large, which tells the effect of the ridge.
+    # Use one ridge for all parts: different ridges would look like a sampling error. The last row
+    # has all probes and errors twice as large, to estimate the effect of the ridge.
     errors = matched_within(whole).expand(len(left) + 1, -1).clone()
     errors[-1] *= 2
     parts = maxent(torch.cat([left, sampled.mean[None]]), interval=INTERVAL, stderr=errors)
@@ -408,8 +292,14 @@ def entropy(graph: GraphLike, **options: Unpack[MomentOptions]) -> Estimate:
     )
 
 
+def matched_within(density: EntropicDensity) -> Tensor:
+    """Return the errors within which the moments of a density were matched, ``(m + 1,)``."""
+    # The zeroth moment is exact. The ridge has the variances of the others.
+    return torch.cat([torch.zeros(1, dtype=torch.float64), density.ridge.sqrt()])
+
+
 # ------------------------------------------------------------------------------------------
-# Heat traces of a graph: its spectrum at every scale of time, from moments.
+# Heat traces of a graph, from its moments.
 
 
 def heat_trace(
@@ -426,8 +316,8 @@ def heat_trace(
         2 \sum_{k \ge 1} (-1)^k I_k(t)\, \mu_k\Big)
 
     with the Chebyshev moments :math:`\mu_k` on ``[0, 2]`` and modified Bessel functions. The sum
-    ends at degree ``m``; the rest is below :math:`2 e^{-t} \sum_{k > m} I_k(t)`, which is
-    ``truncation``, and negligible for :math:`t` below about :math:`m^2 / 50`.
+    ends at degree ``m``. ``truncation`` is the bound :math:`2 e^{-t} \sum_{k > m} I_k(t)` of the
+    remainder, which is negligible for :math:`t` below about :math:`m^2 / 50`.
 
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts, or its moments.
@@ -451,7 +341,7 @@ def heat_trace(
     check_moments("graph", graph)
     degree = len(graph.mean) - 1
     weights = heat_weights(times, degree)
-    # e^-t (I_0(t) + 2 sum_k I_k(t)) = 1: what the weights lack is the truncation.
+    # e^-t (I_0(t) + 2 sum_k I_k(t)) = 1, so the missing weights are the truncation.
     truncation = (1.0 - weights.abs().sum(1)).clamp_min(math.ulp(1.0))
     samples = graph.samples @ weights.T
     about: Any = {

@@ -1,4 +1,4 @@
-"""Families of random graphs with at most one parameter to search, and which ones to try."""
+"""The random graph models of ``fit``, as families with at most one parameter to search."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -35,39 +35,42 @@ Spacing = Literal["even", "square", "ratio", "whole"]
 class Tuning:
     """Sizes of the search of ``fit``.
 
-    ``tests/graphs/test_fitting.py`` decides: parameters, blocks and neighbours of drawn graphs are
-    found again within their intervals.
+    With them the parameters of the drawn graphs of ``tests/graphs/test_fitting.py`` lie within the
+    fitted intervals.
     """
 
     # Edge densities from a quarter to four times that of the graph are searched. The nearest
     # Erdős-Rényi and Barabási-Albert graphs have 1.3 times the degree of the karate club, and 1.75
     # times that of a small world.
     reach: float = 4.0
-    # Values over the whole range, the same for each number of blocks, and between the neighbours of
-    # the best.
+    # Number of values over the whole range, the same for each number of blocks, and between the
+    # neighbours of the best value.
     num_values: int = 17
     block_values: int = 13
     fine_values: int = 9
-    # Values for each further number of blocks, or of neighbours, which move the minimum further.
+    # Number of values for each further number of blocks, and for each further number of neighbours,
+    # which shifts the minimum more.
     blocks: int = 3
     neighbors: int = 5
     # Blocks have at least eight vertices, except that two blocks are always tried.
     smallest_block: int = 8
     most_blocks: int = 64
-    # The parabola at the minimum goes through five values, which averages their noise, if all are
-    # within a quarter of the range. Otherwise it goes through three: it does not fit a wider range.
+    # The parabola at the minimum is fitted to five values, which averages their noise, if all are
+    # within a quarter of the range. Over a wider range it is fitted to three.
     nearest: int = 5
     close: float = 0.25
-    # Draws at the minimum: as many times those of other values.
+    # Factor by which the number of draws is larger at the minimum.
     final: int = 3
-    # Vertices up to which all eigenvalues cost less than 64 probes. Both sides of a comparison are
-    # sampled beyond: with exact moments of the graph alone, three blocks of 150 are taken for two.
+    # Up to this number of vertices moments are exact, which costs less than 64 probes. For larger
+    # graphs both sides of a comparison are sampled: with exact moments of the graph alone, three
+    # blocks of 150 are fitted as two.
     exact_nodes: int = 256
-    # Vertices of drawn graphs, by default.
+    # Limits of the default number of vertices of drawn graphs.
     fewest_nodes: int = 8
     most_nodes: int = 1000
-    # Rounds of switching edges of the configuration model. Sparse graphs need 2 to 5, the karate
-    # club 21, half of all pairs 37; with 90 % of all pairs, 1 % of the edges are left to erase.
+    # Maximum number of rounds of switching edges of the configuration model. Sparse graphs need 2
+    # to 5, the karate club 21, half of all pairs 37. With 90 % of all pairs, 1 % of the edges is
+    # erased.
     rounds: int = 200
 
 
@@ -76,11 +79,11 @@ TUNING = Tuning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What the families take from a graph.
+    """The properties of a graph that the families use.
 
     Attributes:
         degrees: Numbers of neighbours, ``(n,)``, int64.
-        num_nodes: Vertices of the drawn graphs.
+        num_nodes: Number of vertices of the drawn graphs.
     """
 
     degrees: Tensor
@@ -106,7 +109,7 @@ class Family:
         draw: Function from a value and a generator to a graph.
         num_values: Number of values over the whole range.
         fixed: Other parameters.
-        whole: A whole number among these that :func:`siblings` searches, empty if there is none.
+        whole: Name of an integer among these that :func:`siblings` searches; empty if none.
     """
 
     model: Model
@@ -121,11 +124,11 @@ class Family:
 
     @property
     def count(self) -> int:
-        """The whole number that is searched beside the parameter; 0 if there is none."""
+        """The integer that is searched beside the parameter; 0 if there is none."""
         return round(self.fixed[self.whole]) if self.whole else 0
 
     def values(self, low: float, high: float, count: int) -> list[float]:
-        """Values from ``low`` to ``high``, ascending; there may be fewer whole ones."""
+        """Return ``count`` values from ``low`` to ``high``, ascending; possibly fewer integers."""
         if not self.parameter:
             return [0.0]
         if self.spacing == "even":
@@ -138,13 +141,13 @@ class Family:
         return sorted(set(spaced.round().tolist())) if self.spacing == "whole" else spaced.tolist()
 
     def scaled(self, values: Tensor) -> Tensor:
-        """The variable in which values are evenly spaced."""
+        """Return the variable in which values are evenly spaced."""
         if self.spacing == "square":
             return values.sqrt()
         return values if self.spacing == "even" else values.log()
 
     def unscaled(self, x: float) -> float:
-        """The value at which the variable is ``x``, clamped to the range."""
+        """Return the value at which this variable is ``x``, clamped to the range."""
         plain = x if self.spacing == "even" else math.exp(x)
         return min(max(x * x if self.spacing == "square" else plain, self.low), self.high)
 
@@ -175,15 +178,15 @@ def families(model: Model, outline: Outline) -> list[Family]:
 
 
 def siblings(tried: Sequence[int], best: Family, outline: Outline) -> list[Family]:
-    """Return families to try next, whose whole numbers are nearer to the best so far.
+    """Return the families to try next, whose integers are closer to the best so far.
 
-    Numbers of blocks halve the ratio to those tried on either side, beginning with half and twice
-    the best, until these are its neighbours. Numbers of neighbours are the next even ones.
+    For blocks, they are the geometric means of the best number and the next tried ones on either
+    side, beginning with half and twice the best. For neighbours they are the next even numbers.
 
     Args:
-        tried: Whole numbers of the families tried.
-        best: The nearest of these families.
-        outline: What the families take from the graph.
+        tried: Integers of the families that were tried.
+        best: The best of these families.
+        outline: Properties of the graph.
     """
     n, k = outline.num_nodes, best.count
     if best.whole == "num_neighbors":
@@ -224,10 +227,11 @@ def _blocks(k: int, n: int, degree: float) -> Family:
         probabilities = torch.full((k, k), across, dtype=torch.float64).fill_diagonal_(inside)
         return stochastic_block_model(sizes, probabilities=probabilities, generator=generator)
 
-    # No more edges inside blocks than there are pairs, and no more across than at random.
+    # At least so many edges across that the blocks can have the others, at most as many as without
+    # blocks.
     low, high = max(0.0, 1 - (n / k - 1) / degree), 1 - 1 / k
-    # The eigenvalues of blocks grow with the mixing, and moments see angles, the roots of small
-    # eigenvalues: evenly spaced mixings would miss a narrow minimum near zero.
+    # The eigenvalues of blocks are proportional to the mixing, and moments resolve angles, the
+    # roots of small eigenvalues. So evenly spaced mixings could miss a narrow minimum near zero.
     return Family(
         "stochastic_block_model",
         "mixing",
@@ -254,10 +258,10 @@ def _configuration(outline: Outline, value: float, generator: torch.Generator) -
 
 
 def _switched(ends: Tensor, n: int, generator: torch.Generator) -> Tensor:
-    """Edges of the same degrees with fewer loops and repeats: these exchange an end with others.
+    """Return edges with the same degrees, in which loops and repeats were exchanged with others.
 
-    Erasing them would thin out a dense graph. What remains after many rounds, if no simple graph
-    has the degrees, is erased when the graph is made.
+    Erasing loops and repeats would remove many edges of a dense graph. Those that remain after many
+    rounds, because no simple graph has these degrees, are erased when the graph is made.
     """
     for _ in range(TUNING.rounds):
         keys = pair_keys(ends[0], ends[1], n)

@@ -1,4 +1,4 @@
-"""Random graph models fitted to a graph by its spectrum."""
+"""``fit``: random graph models fitted to a graph by its spectrum."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,17 +12,16 @@ from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
-from ritz.graphs._density import INTERVAL, jackknife, leave_out, matched_within, moments, with_edges
+from ritz.graphs._density import INTERVAL, matched_within, moments
 from ritz.graphs._families import TUNING, Family, Model, Outline, families, siblings
 from ritz.graphs._graph import GraphError
 from ritz.graphs._io import GraphLike
+from ritz.graphs._jackknife import jackknife, leave_out
+from ritz.graphs._matrices import with_edges
 from ritz.graphs._similarity import multipliers, symmetric_kl
 from ritz.spectra import EntropicDensity, Moments, maxent
 
-# ------------------------------------------------------------------------------------------
-# Results.
-
-# Number of parameters: of models that a graph may be drawn from, the simplest is preferred.
+# Number of parameters: if several models fit, the simplest is preferred.
 _NUM_PARAMETERS: dict[Model, float] = {
     "erdos_renyi": 1,
     "watts_strogatz": 2,
@@ -106,228 +105,6 @@ class Fit:
     def __str__(self) -> str:
         title = f"Nearest model: {self.model}; drawn graphs had {self.num_nodes} vertices"
         return "\n".join([title, *(f"  {one}" for one in self.fits)])
-
-
-# ------------------------------------------------------------------------------------------
-# The search for the parameters of random graphs that are nearest to a graph.
-
-
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """Values of a family that were tried, ascending, with features and divergences."""
-
-    family: Family
-    values: Tensor
-    features: Tensor
-    divergences: Tensor
-
-    @property
-    def least(self) -> float:
-        """The smallest divergence."""
-        return float(self.divergences.min())
-
-    def around_best(self) -> tuple[float, float]:
-        """The neighbours of the best value."""
-        values, place = self.values.tolist(), int(self.divergences.argmin())
-        return values[max(place - 1, 0)], values[min(place + 1, len(values) - 1)]
-
-    def joined(self, other: "_Tried") -> "_Tried":
-        """Both together."""
-        order = torch.cat([self.values, other.values]).argsort()
-        values, features, divergences = (
-            torch.cat([getattr(self, name), getattr(other, name)])[order]
-            for name in ("values", "features", "divergences")
-        )
-        return _Tried(self.family, values, features, divergences)
-
-    def minimum(self, divergences: Tensor) -> float:
-        """Minimum of the parabola through the values nearest to the best."""
-        x = self.family.scaled(self.values)
-        place = int(divergences.argmin())
-        distances = (x - x[place]).abs()
-        near = distances.argsort()[: TUNING.nearest]
-        if float(distances[near].max()) > TUNING.close:
-            near = torch.arange(max(place - 1, 0), min(place + 2, len(x)))
-        if len(near) < 3:
-            return float(self.values[place])
-        # D = c + s t + q t^2 by least squares, t = x - x_best; the minimum is at t = -s / (2 q).
-        ahead = x[near] - x[place]
-        table = torch.stack([torch.ones_like(ahead), ahead, ahead.square()], dim=1)
-        solution = torch.linalg.lstsq(table, divergences[near, None]).solution
-        _, slope, curvature = solution[:, 0].tolist()
-        if not curvature > 0:
-            return float(self.values[place])
-        vertex = min(max(-0.5 * slope / curvature, float(ahead.min())), float(ahead.max()))
-        return self.family.unscaled(float(x[place]) + vertex)
-
-
-@final
-class _Search:
-    """The spectrum of a graph, and the seeds of all graphs that are drawn for comparison.
-
-    Args:
-        sampled: Moments of the graph.
-        size: Vertices of drawn graphs.
-        num_probes: Probes of drawn graphs.
-        num_draws: Graphs drawn at each value.
-        num_repeats: Graphs drawn at the minimum for the interval.
-        generator: Source of the seeds.
-    """
-
-    def __init__(
-        self,
-        sampled: Moments,
-        size: int,
-        num_probes: int,
-        num_draws: int,
-        num_repeats: int,
-        generator: torch.Generator,
-    ) -> None:
-        self.sampled, self.num_probes, self.num_draws = sampled, num_probes, num_draws
-        self.size = size
-        # One eigenvalue of a drawn graph has the mass 1 / size: nothing finer can be distinguished.
-        errors = sampled.stderr.clamp_min(1 / size)
-        self.density: EntropicDensity = maxent(sampled.mean, interval=INTERVAL, stderr=errors)
-        self.errors = matched_within(self.density)
-        self.features = self.features_of(sampled.mean[None])
-        self.num_drawn = 0
-        self.report: Callable[[int], None] = lambda num_drawn: None
-        # The same seeds at every value, so that divergences vary smoothly with the value.
-        self.seeds: list[int]
-        self.repeats: list[int]
-        self.seeds, self.repeats = (
-            torch.randint(0, 2**62, (count,), generator=generator).tolist()
-            for count in (TUNING.final * num_draws, num_repeats)
-        )
-
-    def features_of(self, means: Tensor) -> Tensor:
-        """Multipliers and moments of the spectra of mean moments ``(N, m + 1)``."""
-        errors = self.errors.expand_as(means)
-        return multipliers(means, maxent(means, interval=INTERVAL, stderr=errors))
-
-    def max_drawn(self, choices: Sequence[Family]) -> int:
-        """Maximum number of graphs that are drawn for a model of these families."""
-        values = sum(len(one.values(one.low, one.high, one.num_values)) for one in choices)
-        values += TUNING.fine_values if choices[0].parameter else 0
-        # At most fifteen further numbers of blocks, or about three of neighbours.
-        values += {"num_blocks": 45, "num_neighbors": 15, "": 0}[choices[0].whole]
-        return (values + TUNING.final) * self.num_draws + len(self.repeats)
-
-    def nearest(self, choices: Sequence[Family], outline: Outline) -> ModelFit:
-        """The nearest graphs of a model: its parameter, and its whole number if it has one."""
-        whole_range = [one.values(one.low, one.high, one.num_values) for one in choices]
-        coarse = min(map(self.try_values, choices, whole_range), key=lambda one: one.least)
-        values = coarse.values.tolist()
-        between = coarse.family.values(*coarse.around_best(), TUNING.fine_values)
-        new = [value for value in between if value not in values]
-        best = coarse.joined(self.try_values(coarse.family, new)) if new else coarse
-        if not best.family.whole:
-            return self.finish(best)
-        # The mixing of blocks hardly depends on their number. The fraction of moved edges depends
-        # on the number of neighbours, and needs a wider window.
-        blocks = best.family.whole == "num_blocks"
-        window, count = (best, TUNING.blocks) if blocks else (coarse, TUNING.neighbors)
-        tried = {best.family.count: best}
-        while True:
-            best = min(tried.values(), key=lambda one: one.least)
-            further = siblings(tuple(tried), best.family, outline)
-            if not further:
-                break
-            tried |= {one.count: self.beside(one, window, count) for one in further}
-        others = [one for one in tried.values() if one is not best]
-        if best.family.count != coarse.family.count:
-            best = best.joined(self.beside(best.family, coarse, TUNING.fine_values))
-        return self.finish(best, others)
-
-    def beside(self, family: Family, best: _Tried, count: int) -> _Tried:
-        """Try values around the best of another family of the model."""
-        # The same fraction of the largest value: for blocks, that is where the eigenvalues between
-        # them are the same, for every number of blocks.
-        stretch = family.high / best.family.high
-        low, high = (min(max(stretch * end, family.low), family.high) for end in best.around_best())
-        return self.try_values(family, family.values(low, high, count))
-
-    def try_values(self, family: Family, values: list[float]) -> _Tried:
-        """Draw graphs at some values and compare their spectra with the target."""
-        seeds = self.seeds[: self.num_draws]
-        means = torch.stack([self.draw(family, value, seeds).mean(0) for value in values])
-        features = self.features_of(means)
-        divergences = symmetric_kl(self.features, features)[0]
-        return _Tried(family, torch.tensor(values, dtype=torch.float64), features, divergences)
-
-    def draw(self, family: Family, value: float, seeds: list[int]) -> Tensor:
-        """Moments of one graph per seed, ``(len(seeds), m + 1)``."""
-        rows = []
-        for seed in seeds:
-            generator = torch.Generator().manual_seed(seed)
-            sampled = moments(
-                family.draw(value, generator),
-                num_moments=len(self.errors) - 1,
-                num_probes=self.num_probes,
-                exact=self.size <= TUNING.exact_nodes,
-                generator=generator,
-            )
-            rows.append(sampled.mean)
-            self.num_drawn += 1
-            self.report(self.num_drawn)
-        return torch.stack(rows)
-
-    def finish(self, tried: _Tried, others: Sequence[_Tried] = ()) -> ModelFit:
-        """The minimum, its divergence, and the interval of the parameter.
-
-        Args:
-            tried: The best family.
-            others: Families that differ from it in a whole number.
-        """
-        family = tried.family
-        value = tried.minimum(tried.divergences)
-        rounded = round(value) if family.spacing == "whole" else value
-        draws = self.draw(family, rounded, self.seeds)
-        whole = self.features_of(draws.mean(0, keepdim=True))
-        repeats = self.features_of(self.draw(family, rounded, self.repeats))
-        typical = symmetric_kl(repeats, whole)[:, 0].quantile(0.95)
-        parameters, interval = dict(family.fixed), {}
-        if family.parameter:
-            again = [tried.minimum(row) for row in symmetric_kl(repeats, tried.features)]
-            parameters = {family.parameter: float(rounded)} | parameters
-            interval = {family.parameter: _interval(family, value, again)}
-        if family.whole:
-            # The nearest family of each repeat.
-            every = [tried, *others]
-            heights = [symmetric_kl(repeats, one.features).amin(1) for one in every]
-            places = torch.stack(heights).argmin(0).tolist()
-            counts = [family.count, *(every[place].family.count for place in places)]
-            interval[family.whole] = (float(min(counts)), float(max(counts)))
-        return ModelFit(
-            model=family.model,
-            parameters=parameters,
-            interval=interval,
-            divergence=float(symmetric_kl(self.features, whole)),
-            stderr=self.error(draws, whole),
-            typical=float(typical),
-            values=tried.values,
-            divergences=tried.divergences,
-        )
-
-    def error(self, draws: Tensor, whole: Tensor) -> float:
-        """Standard error of the divergence: draws and probes are independent."""
-        without = self.features_of(leave_out(draws))
-        variance = jackknife(symmetric_kl(without, self.features)[:, 0]).square()
-        left = leave_out(self.sampled.samples)
-        if len(left):
-            parts = self.features_of(left)
-            variance = variance + jackknife(symmetric_kl(parts, whole)[:, 0]).square()
-        return float(variance.sqrt())
-
-
-def _interval(family: Family, value: float, again: list[float]) -> tuple[float, float]:
-    deviation = math.sqrt(sum((one - value) ** 2 for one in again) / len(again))
-    low, high = max(value - 2 * deviation, family.low), min(value + 2 * deviation, family.high)
-    return (math.floor(low), math.ceil(high)) if family.spacing == "whole" else (low, high)
-
-
-# ------------------------------------------------------------------------------------------
-# Which random graphs a graph is like, and with which parameters.
 
 
 def fit(
@@ -433,8 +210,226 @@ def fit(
     )
 
 
+# ------------------------------------------------------------------------------------------
+# The search for the parameters of the random graphs that are nearest to a graph.
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """Values of a family that were tried, ascending, with features and divergences."""
+
+    family: Family
+    values: Tensor
+    features: Tensor
+    divergences: Tensor
+
+    @property
+    def least(self) -> float:
+        """The smallest divergence."""
+        return float(self.divergences.min())
+
+    def around_best(self) -> tuple[float, float]:
+        """Return the neighbours of the best value."""
+        values, place = self.values.tolist(), int(self.divergences.argmin())
+        return values[max(place - 1, 0)], values[min(place + 1, len(values) - 1)]
+
+    def joined(self, other: "_Tried") -> "_Tried":
+        """Return the values of both, in ascending order."""
+        order = torch.cat([self.values, other.values]).argsort()
+        values, features, divergences = (
+            torch.cat([getattr(self, name), getattr(other, name)])[order]
+            for name in ("values", "features", "divergences")
+        )
+        return _Tried(self.family, values, features, divergences)
+
+    def minimum(self, divergences: Tensor) -> float:
+        """Return the minimum of the parabola through the values nearest to the best."""
+        x = self.family.scaled(self.values)
+        place = int(divergences.argmin())
+        distances = (x - x[place]).abs()
+        near = distances.argsort()[: TUNING.nearest]
+        if float(distances[near].max()) > TUNING.close:
+            near = torch.arange(max(place - 1, 0), min(place + 2, len(x)))
+        if len(near) < 3:
+            return float(self.values[place])
+        # D = c + s t + q t^2 by least squares, t = x - x_best; the minimum is at t = -s / (2 q).
+        ahead = x[near] - x[place]
+        table = torch.stack([torch.ones_like(ahead), ahead, ahead.square()], dim=1)
+        solution = torch.linalg.lstsq(table, divergences[near, None]).solution
+        _, slope, curvature = solution[:, 0].tolist()
+        if not curvature > 0:
+            return float(self.values[place])
+        vertex = min(max(-0.5 * slope / curvature, float(ahead.min())), float(ahead.max()))
+        return self.family.unscaled(float(x[place]) + vertex)
+
+
+@final
+class _Search:
+    """The spectrum of a graph, and the seeds of all graphs that are drawn for comparison.
+
+    Args:
+        sampled: Moments of the graph.
+        size: Vertices of drawn graphs.
+        num_probes: Probes of drawn graphs.
+        num_draws: Graphs drawn at each value.
+        num_repeats: Graphs drawn at the minimum for the interval.
+        generator: Source of the seeds.
+    """
+
+    def __init__(
+        self,
+        sampled: Moments,
+        size: int,
+        num_probes: int,
+        num_draws: int,
+        num_repeats: int,
+        generator: torch.Generator,
+    ) -> None:
+        self.sampled, self.num_probes, self.num_draws = sampled, num_probes, num_draws
+        self.size = size
+        # One eigenvalue of a drawn graph has the mass 1 / size: nothing finer can be distinguished.
+        errors = sampled.stderr.clamp_min(1 / size)
+        self.density: EntropicDensity = maxent(sampled.mean, interval=INTERVAL, stderr=errors)
+        self.errors = matched_within(self.density)
+        self.features = self.features_of(sampled.mean[None])
+        self.num_drawn = 0
+        self.report: Callable[[int], None] = lambda num_drawn: None
+        # The same seeds at every value, so that divergences vary smoothly with the value.
+        self.seeds: list[int]
+        self.repeats: list[int]
+        self.seeds, self.repeats = (
+            torch.randint(0, 2**62, (count,), generator=generator).tolist()
+            for count in (TUNING.final * num_draws, num_repeats)
+        )
+
+    def features_of(self, means: Tensor) -> Tensor:
+        """Return multipliers and moments of the entropic spectra of mean moments ``(N, m + 1)``."""
+        errors = self.errors.expand_as(means)
+        return multipliers(means, maxent(means, interval=INTERVAL, stderr=errors))
+
+    def max_drawn(self, choices: Sequence[Family]) -> int:
+        """Return the maximum number of graphs that are drawn for a model with these families."""
+        values = sum(len(one.values(one.low, one.high, one.num_values)) for one in choices)
+        values += TUNING.fine_values if choices[0].parameter else 0
+        # At most fifteen further numbers of blocks, or about three of neighbours.
+        values += {"num_blocks": 45, "num_neighbors": 15, "": 0}[choices[0].whole]
+        return (values + TUNING.final) * self.num_draws + len(self.repeats)
+
+    def nearest(self, choices: Sequence[Family], outline: Outline) -> ModelFit:
+        """Return the best parameters of a model: its parameter, and its integer if it has one."""
+        whole_range = [one.values(one.low, one.high, one.num_values) for one in choices]
+        coarse = min(map(self.try_values, choices, whole_range), key=lambda one: one.least)
+        values = coarse.values.tolist()
+        between = coarse.family.values(*coarse.around_best(), TUNING.fine_values)
+        new = [value for value in between if value not in values]
+        best = coarse.joined(self.try_values(coarse.family, new)) if new else coarse
+        if not best.family.whole:
+            return self.finish(best)
+        # The mixing of blocks hardly depends on their number. The fraction of moved edges depends
+        # on the number of neighbours, and needs a wider window.
+        blocks = best.family.whole == "num_blocks"
+        window, count = (best, TUNING.blocks) if blocks else (coarse, TUNING.neighbors)
+        tried = {best.family.count: best}
+        while True:
+            best = min(tried.values(), key=lambda one: one.least)
+            further = siblings(tuple(tried), best.family, outline)
+            if not further:
+                break
+            tried |= {one.count: self.beside(one, window, count) for one in further}
+        others = [one for one in tried.values() if one is not best]
+        if best.family.count != coarse.family.count:
+            best = best.joined(self.beside(best.family, coarse, TUNING.fine_values))
+        return self.finish(best, others)
+
+    def beside(self, family: Family, best: _Tried, count: int) -> _Tried:
+        """Try values around the best of another family of the model."""
+        # The same fraction of the largest value: for blocks, that is where the eigenvalues between
+        # them are the same, for every number of blocks.
+        stretch = family.high / best.family.high
+        low, high = (min(max(stretch * end, family.low), family.high) for end in best.around_best())
+        return self.try_values(family, family.values(low, high, count))
+
+    def try_values(self, family: Family, values: list[float]) -> _Tried:
+        """Draw graphs at some values and compare their spectra with the target."""
+        seeds = self.seeds[: self.num_draws]
+        means = torch.stack([self.draw(family, value, seeds).mean(0) for value in values])
+        features = self.features_of(means)
+        divergences = symmetric_kl(self.features, features)[0]
+        return _Tried(family, torch.tensor(values, dtype=torch.float64), features, divergences)
+
+    def draw(self, family: Family, value: float, seeds: list[int]) -> Tensor:
+        """Return the moments of one graph per seed, ``(len(seeds), m + 1)``."""
+        rows = []
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            sampled = moments(
+                family.draw(value, generator),
+                num_moments=len(self.errors) - 1,
+                num_probes=self.num_probes,
+                exact=self.size <= TUNING.exact_nodes,
+                generator=generator,
+            )
+            rows.append(sampled.mean)
+            self.num_drawn += 1
+            self.report(self.num_drawn)
+        return torch.stack(rows)
+
+    def finish(self, tried: _Tried, others: Sequence[_Tried] = ()) -> ModelFit:
+        """Return the minimum, its divergence, and the interval of the parameter.
+
+        Args:
+            tried: The best family.
+            others: Families that differ from it in their integer.
+        """
+        family = tried.family
+        value = tried.minimum(tried.divergences)
+        rounded = round(value) if family.spacing == "whole" else value
+        draws = self.draw(family, rounded, self.seeds)
+        whole = self.features_of(draws.mean(0, keepdim=True))
+        repeats = self.features_of(self.draw(family, rounded, self.repeats))
+        typical = symmetric_kl(repeats, whole)[:, 0].quantile(0.95)
+        parameters, interval = dict(family.fixed), {}
+        if family.parameter:
+            again = [tried.minimum(row) for row in symmetric_kl(repeats, tried.features)]
+            parameters = {family.parameter: float(rounded)} | parameters
+            interval = {family.parameter: _interval(family, value, again)}
+        if family.whole:
+            # The nearest family of each repeat.
+            every = [tried, *others]
+            heights = [symmetric_kl(repeats, one.features).amin(1) for one in every]
+            places = torch.stack(heights).argmin(0).tolist()
+            counts = [family.count, *(every[place].family.count for place in places)]
+            interval[family.whole] = (float(min(counts)), float(max(counts)))
+        return ModelFit(
+            model=family.model,
+            parameters=parameters,
+            interval=interval,
+            divergence=float(symmetric_kl(self.features, whole)),
+            stderr=self.error(draws, whole),
+            typical=float(typical),
+            values=tried.values,
+            divergences=tried.divergences,
+        )
+
+    def error(self, draws: Tensor, whole: Tensor) -> float:
+        """Return the standard error of the divergence, from independent draws and probes."""
+        without = self.features_of(leave_out(draws))
+        variance = jackknife(symmetric_kl(without, self.features)[:, 0]).square()
+        left = leave_out(self.sampled.samples)
+        if len(left):
+            parts = self.features_of(left)
+            variance = variance + jackknife(symmetric_kl(parts, whole)[:, 0]).square()
+        return float(variance.sqrt())
+
+
+def _interval(family: Family, value: float, again: list[float]) -> tuple[float, float]:
+    deviation = math.sqrt(sum((one - value) ** 2 for one in again) / len(again))
+    low, high = max(value - 2 * deviation, family.low), min(value + 2 * deviation, family.high)
+    return (math.floor(low), math.ceil(high)) if family.spacing == "whole" else (low, high)
+
+
 def _for_size(fit: ModelFit, size: int, num_nodes: int) -> ModelFit:
-    """Parameters for as many vertices as the graph has: mean degrees and block sizes are kept."""
+    """Return parameters for ``num_nodes`` vertices with the same mean degree and block size."""
     if size == num_nodes:
         return fit
     # The mean degree is p (n - 1), and the size of a block is n / num_blocks.

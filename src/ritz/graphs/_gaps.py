@@ -1,16 +1,11 @@
-"""Gaps of a spectral density, and the eigenvalues below one counted by a polynomial filter."""
+"""Gaps of a spectral density: low stretches left of the bulk, and the widest of them."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ritz._core.progress import Progress
-from ritz._core.random import probes
-from ritz.graphs._graph import Graph
-from ritz.operators import LinearOperator
 from ritz.spectra import Density
 
 TOP = 2.0  # largest possible eigenvalue of a normalised Laplacian
@@ -20,56 +15,58 @@ TOP = 2.0  # largest possible eigenvalue of a normalised Laplacian
 class Tuning:
     """Thresholds of ``count_clusters``.
 
-    The graphs of ``tests/graphs/test_clusters.py`` and ``test_cluster_gaps.py`` decide: planted
-    clusters with few and with moderate links, and random graphs, grids, paths and cycles, which
-    have none.
+    They were set on the graphs of ``tests/graphs/test_clusters.py`` and ``test_cluster_gaps.py``:
+    planted clusters with few and with moderate links, and random graphs, grids, paths and cycles,
+    which have no clusters.
     """
 
-    # A stretch is low if the density is below this fraction of the mean on either side. Half of it
-    # gives the same counts for eleven of these graphs.
+    # A stretch is low if the density is below this fraction of the mean on either side. Half of
+    # this threshold gives the same counts for eleven of these graphs.
     low: float = 0.05
     # Grid points per resolved angle.
     points: int = 32
-    # Stretches within this fraction of the widest count as equally wide; more than `rungs` of them
-    # are the spacings of a short cycle (a cycle of 50 vertices).
+    # Stretches wider than `alike` times the widest count as equally wide. If there are more than
+    # `rungs` of them, they are the spacings of a short cycle (a cycle of 50 vertices).
     alike: float = 0.95
     rungs: int = 3
-    # A gap stands out if an equally wide stretch above it holds this many eigenvalues. The bulks of
+    # A gap stands out if an equally wide stretch above it has this many eigenvalues. The bulks of
     # sparse random graphs have up to six there.
     crowd: int = 8
     # With this many sampled eigenvalues above a gap, their spacings need not be computed.
     sure: int = 32
-    # Fewer eigenvalues between two low stretches are noise, and the stretches are one.
+    # If there are fewer eigenvalues than this between two low stretches, they are noise, and the
+    # stretches are joined.
     noise: float = 0.25
-    # A stretch with another above it, wider than this fraction of its width, divides nothing: the
-    # gaps of grids and paths have about the same width everywhere.
+    # A stretch is not a gap if another one above it is wider than this fraction of its width: grids
+    # and paths have gaps of about the same width everywhere.
     ladder: float = 0.67
-    # Grid of the maximum entropy problem. The peak of many eigenvalues 0 is as narrow as the
-    # square of the resolution, so that the grid grows as 2 m^2 up to here.
+    # Largest grid of the maximum entropy problem. The peak of many eigenvalues 0 is as narrow as
+    # the square of the resolution, so the grid grows as 2 m^2.
     largest_grid: int = 2**16
     # Amplification of the eigenvectors below a gap over all others together.
     strength: float = 100.0
-    # Probes for missed eigenvalues: one missed leaves 1 +- sqrt(2/16) in their mean square.
+    # Number of probes for missed eigenvalues. One missed eigenvalue gives a mean square of
+    # 1 +- sqrt(2/16).
     num_checks: int = 16
-    # A missed eigenvalue leaves about one, none leaves 1 / strength^2 = 1e-4: anything between will
-    # do.
+    # Largest mean square at which no eigenvalue counts as missed: without one it is
+    # 1 / strength^2 = 1e-4, and with one about 1.
     missed: float = 0.25
-    # Standard errors by which the two counts may differ.
+    # Number of standard errors by which the two counts may differ.
     agreement: float = 4.0
-    # Probes that find the gap, where they need not count.
+    # Number of probes that only locate the gap, for the method `krylov`.
     locating: int = 10
-    # If at most this many eigenvalues are not 0, Lanczos finds them all, and maximum entropy has no
-    # density.
+    # If at most this many eigenvalues are not 0, Lanczos computes all of them, and no smooth
+    # density has their moments.
     few: int = 32
     # Largest mean of the eigenvalues of clusters. On the span of the indicators of k clusters L has
-    # the trace sum(phi_i), so that the k smallest eigenvalues sum to no more (Ky Fan). A
-    # conductance phi_i above one half means that most edges leave the cluster.
+    # the trace sum(phi_i), so the sum of the k smallest eigenvalues is at most this (Ky Fan). If
+    # the conductance phi_i is above one half, most edges leave the cluster.
     conductance: float = 0.5
-    # Bytes of a filtered block: the maximum, and the size from which on it is float32.
+    # Bytes of a filtered block: its maximum, and the size above which it is float32.
     memory: int = 2**32
     large: int = 2**30
     # Columns multiplied at once, and rows summed in the precision of the operator: sums of 8192
-    # products in float32 keep five digits, enough for a gap.
+    # products in float32 have five correct digits, enough for a gap.
     columns: int = 128
     rows: int = 8192
 
@@ -79,9 +76,9 @@ TUNING = Tuning()
 # ------------------------------------------------------------------------------------------
 # The gaps of a spectral density: low stretches left of the bulk.
 #
-# With lambda = 1 - cos(theta), the Chebyshev polynomial T_j(lambda - 1) is (-1)^j cos(j theta):
-# the first m moments resolve pi / m in the angle, at every angle. Stretches are therefore compared
-# by angles, and the density is taken per angle.
+# With lambda = 1 - cos(theta), the Chebyshev polynomial T_j(lambda - 1) is (-1)^j cos(j theta), so
+# the first m moments have the resolution pi / m in the angle theta everywhere. Widths of stretches
+# are therefore measured in angles, and densities are per angle.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +97,12 @@ class Gap:
 
     @property
     def middle(self) -> float:
-        """The point halfway between the ends, by angles."""
+        """Midpoint, in the angle."""
         return point((angle(self.low) + angle(self.high)) / 2)
 
     @property
     def width(self) -> float:
-        """The difference of the ends, by angles."""
+        """Width, in the angle."""
         return angle(self.high) - angle(self.low)
 
 
@@ -115,7 +112,7 @@ def angle(value: float) -> float:
 
 
 def point(theta: float) -> float:
-    r"""Return :math:`1 - \cos\theta`, 2 beyond :math:`\pi`."""
+    r"""Return :math:`1 - \cos\theta`, and 2 for angles above :math:`\pi`."""
     return 1 - math.cos(min(theta, math.pi))
 
 
@@ -128,7 +125,7 @@ def find_gap(stretches: list[Gap] | str, *, num_moments: int) -> Gap | str:
 
     Args:
         stretches: All low stretches, or why there are none.
-        num_moments: Moments of the density; a stretch that these do not resolve is no gap.
+        num_moments: Number of moments of the density. A gap must be wider than their resolution.
     """
     if isinstance(stretches, str):
         return stretches
@@ -145,15 +142,15 @@ def find_gap(stretches: list[Gap] | str, *, num_moments: int) -> Gap | str:
 
 
 def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Gap] | str:
-    r"""Return the stretches where the density is low beside both sides, or why there are none.
+    r"""Return the stretches in which the density is low, or why there are none.
 
-    The first minimum (Algorithm 5) may lie within the band of the clusters. Here a stretch is low
-    if it is below 5 % of the mean density on its left, and of the mean between it and the middle
-    of the bulk. Means, because the height of an atom depends on the resolution.
+    The density is low below 5 % of its mean on the left, and of its mean from there to the middle
+    of the bulk. These are means because the height of an atom depends on the resolution. The first
+    minimum of the density (Algorithm 5) may lie within the band of the clusters.
 
     Args:
         density: Density of the normalised Laplacian.
-        num_moments: Moments it was made of.
+        num_moments: Number of moments of the density.
         bulk: Fraction of the eigenvalues left of the middle of the bulk.
     """
     resolved = math.pi / num_moments
@@ -186,11 +183,11 @@ def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Ga
 
 
 def resolved_spacings(values: Tensor, *, num_moments: int) -> list[Gap] | str:
-    """Return the stretches between neighbouring eigenvalues that are wide enough, or why none is.
+    """Return the stretches between neighbouring eigenvalues, or why there are none.
 
     Args:
         values: All eigenvalues left of the middle of the bulk and the next one, ascending.
-        num_moments: A stretch must be at least as wide as so many moments resolve.
+        num_moments: A stretch must be at least as wide as the resolution of this many moments.
     """
     wide = (_angles(values).diff() >= math.pi / num_moments).nonzero()[:, 0]
     if not len(wide):
@@ -201,14 +198,14 @@ def resolved_spacings(values: Tensor, *, num_moments: int) -> list[Gap] | str:
 
 
 def _runs(flags: Tensor) -> Tensor:
-    """First and last index of each run of true flags that does not begin at 0, ``(r, 2)``."""
+    """Return first and last index of each run of true flags that begins after 0, ``(r, 2)``."""
     steps = torch.nn.functional.pad(flags.int(), (1, 1)).diff()
     runs = torch.stack([(steps == 1).nonzero()[:, 0], (steps == -1).nonzero()[:, 0] - 1], dim=1)
     return runs[runs[:, 0] > 0]
 
 
 def widest_between(values: Tensor, gap: Gap) -> Gap:
-    """Return the widest gap between the eigenvalues of a stretch, by angles.
+    """Return the widest gap between the eigenvalues of a stretch.
 
     Args:
         values: All eigenvalues below ``gap.high``, ascending, ``(k,)``.
@@ -223,11 +220,11 @@ def widest_between(values: Tensor, gap: Gap) -> Gap:
 def widest_crowded(values: Tensor, gap: Gap) -> Gap:
     """Return the widest gap with enough eigenvalues above it to know their spacings.
 
-    The gap from 0 to the smallest one is not among these, unless there are too few.
+    If there are too few eigenvalues, return the gap from 0 to the smallest of them.
 
     Args:
         values: Eigenvalues except 0, ascending, ``(k,)``.
-        gap: All eigenvalues below its upper end are known.
+        gap: A gap below whose upper end all eigenvalues are known.
     """
     ends = values[values < gap.high]
     if len(ends) < TUNING.crowd + 2:
@@ -237,7 +234,7 @@ def widest_crowded(values: Tensor, gap: Gap) -> Gap:
 
 
 def _widest(ends: Tensor, count: int) -> Gap:
-    """The widest gap between the first ``count`` of some values, by angles."""
+    """Return the widest gap between the first ``count`` of some ascending values."""
     angles = _angles(ends)
     i = int(angles[:count].diff().argmax())
     middle = point(0.5 * float(angles[i] + angles[i + 1]))
@@ -245,213 +242,13 @@ def _widest(ends: Tensor, count: int) -> Gap:
 
 
 def stands_out(gap: Gap, above: Tensor) -> bool:
-    """Return whether a gap is wide beside the spacings of the eigenvalues above it, ``(k,)``.
+    """Return whether a gap is wide beside the spacings of the eigenvalues ``above`` it, ``(k,)``.
 
-    Nine of them must lie in a stretch as wide as the gap, and no gap between them may be half as
-    wide. The gaps of a grid and of a path have about the same width everywhere.
+    Nine of them must lie in an interval as wide as the gap, and no spacing may exceed half of its
+    width. A grid or a path has gaps of about the same width everywhere.
     """
     angles = _angles(above[: TUNING.crowd + 1])
     if len(angles) <= TUNING.crowd:
         return False
     near = float(angles[-1] - angles[0]) <= gap.width
     return near and float(angles.diff().max()) <= gap.width / 2
-
-
-# ------------------------------------------------------------------------------------------
-# Eigenvalues of a graph below a gap, counted in a block that a polynomial has filtered.
-#
-# A random block with more columns than there are eigenvalues below the gap is multiplied by a
-# polynomial of the normalised Laplacian L that is small above the gap; its span then contains the
-# eigenvectors below. By Courant and Fischer the i-th Ritz value is at least the i-th eigenvalue, so
-# that the number of Ritz values below a threshold is a lower bound of the number of eigenvalues.
-# Missed ones are sampled: fresh probes, projected off the Ritz vectors, must have nothing left
-# below the gap.
-
-
-@dataclass(frozen=True, slots=True)
-class NullSpace:
-    r"""The null space of L, spanned by unit vectors :math:`D^{1/2} 1_C`, one per component.
-
-    Attributes:
-        labels: Component of each vertex, ``(n,)``.
-        entries: Entry of each vertex in the vector of its component, ``(n,)``.
-        dimension: Number of components, including isolated vertices.
-    """
-
-    labels: Tensor
-    entries: Tensor
-    dimension: int
-
-    @classmethod
-    def of(cls, graph: Graph, dtype: torch.dtype) -> "NullSpace":
-        count, labels = graph.components()
-        labels, degrees = labels.long(), graph.degrees
-        # An isolated vertex is its own unit vector.
-        degrees = torch.where(degrees > 0, degrees, 1.0)
-        volumes = torch.zeros(count, dtype=torch.float64).index_add_(0, labels, degrees)
-        return cls(labels, (degrees / volumes[labels]).sqrt().to(dtype), count)
-
-    def project_off(self, block: Tensor) -> Tensor:
-        """Project a block ``(n, k)`` onto the orthogonal complement, in place."""
-        # B - sum_C v_C (v_C' B); the vectors v_C have disjoint supports.
-        entries = self.entries[:, None]
-        products = block.new_zeros(self.dimension, block.shape[1])
-        products.index_add_(0, self.labels, entries * block)
-        return block.sub_(entries * products[self.labels])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Below:
-    """Eigenvalues below a gap, as a filtered block has them.
-
-    Attributes:
-        count: Eigenvalues below the gap, including the null space: a lower bound.
-        mean: Their mean.
-        gap: The gap between Ritz values.
-        missed: Sampled number of eigenvalues below the gap that the block lacks.
-        full: Whether all columns were needed, so that more columns would find more eigenvalues.
-        num_products: Matrix-vector products.
-        above: Ritz values above the gap, up to the end of the stretch.
-    """
-
-    count: int
-    mean: float
-    gap: Gap
-    missed: float
-    full: bool
-    num_products: int
-    above: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
-
-
-def count_below(
-    op: LinearOperator,
-    null: NullSpace,
-    gap: Gap,
-    *,
-    width: int,
-    generator: torch.Generator,
-    bar: Progress,
-    pick: Callable[[Tensor, Gap], Gap] = widest_between,
-) -> Below:
-    r"""Count the eigenvalues left of a gap.
-
-    Args:
-        op: The normalised Laplacian, ``(n, n)``.
-        null: Its null space.
-        gap: A stretch; eigenvectors below it are amplified, those above are filtered out.
-        width: Columns of the block. Memory: as many vectors and 128 more.
-        generator: Source of randomness.
-        bar: Receives the number of filtered columns.
-        pick: Chooses the gap between Ritz values, by default the widest of the stretch.
-    """
-    degree = filter_degree(gap, op.shape[0])
-    block = torch.empty(op.shape[0], width, dtype=op.dtype, device=op.device)
-    for start in range(0, width, op.block_size):
-        stop = min(start + op.block_size, width)
-        part = null.project_off(_gaussian(op, stop - start, generator))
-        # Once more after filtering: rounding brings back the eigenvalue 0, the most amplified.
-        block[:, start:stop] = null.project_off(polynomial(op, part, gap, degree))
-        bar.update(stop)
-    values, coefficients = _rayleigh_ritz(op, block)
-    near = pick(values, gap)
-    below = values < near.threshold
-    coefficients = coefficients[:, below].to(block)
-    fresh = null.project_off(_gaussian(op, TUNING.num_checks, generator))
-    # z - Q Q' z with Q = block @ coefficients, twice, as in Gram-Schmidt.
-    for _ in range(2):
-        fresh -= block @ (coefficients @ (coefficients.T @ (block.T @ fresh)))
-    check_degree = filter_degree(near, op.shape[0])
-    # The filter is at least 1 below the gap, so that E ||p(L) z||^2 is at least the number missed.
-    left = polynomial(op, fresh, near, check_degree).double().square().sum(0)
-    count = null.dimension + int(below.sum())
-    return Below(
-        count=count,
-        mean=float(values[below].sum()) / count,
-        gap=near,
-        missed=float(left.mean()),
-        full=int((values < gap.high).sum()) >= width < op.shape[0] - null.dimension,
-        num_products=width * (degree + 1) + TUNING.num_checks * check_degree,
-        above=values[~below & (values < gap.high)],
-    )
-
-
-def all_below(
-    values: Tensor, num_zeros: int, gap: Gap, pick: Callable[[Tensor, Gap], Gap]
-) -> Below:
-    """Return what :func:`count_below` does, from all eigenvalues ``(n,)``, ascending."""
-    near = pick(values[num_zeros:], gap)
-    below = values < near.threshold
-    return Below(
-        count=int(below.sum()),
-        mean=float(values[below].mean()),
-        gap=near,
-        missed=0.0,
-        full=False,
-        num_products=0,
-        above=values[~below & (values < gap.high)],
-    )
-
-
-def filter_degree(gap: Gap, n: int) -> int:
-    """Return the degree at which a filtered random vector is nearly free of what is above."""
-    # cosh(k growth) = strength sqrt(n): what is above has norm sqrt(n) at most.
-    return math.ceil(math.acosh(TUNING.strength * math.sqrt(n)) / _growth(gap))
-
-
-def polynomial(op: LinearOperator, block: Tensor, gap: Gap, degree: int) -> Tensor:
-    r"""Return :math:`T_k(\tilde L) x / |T_k(\tilde\lambda)|`, a Chebyshev polynomial.
-
-    :math:`\tilde L` maps the spectrum above the gap to ``[-1, 1]``, where the polynomial is at
-    most one over the denominator; at the lower end :math:`\lambda` of the gap it is one, and more
-    below.
-    """
-
-    def mapped(x: Tensor) -> Tensor:
-        # (2 L - (2 + high)) / (2 - high), in place in the product.
-        scale = 2 / (TOP - gap.high)
-        return op.matmat(x).mul_(scale).sub_(x, alpha=scale * (TOP + gap.high) / 2)
-
-    before, current = block, mapped(block)
-    for _ in range(degree - 1):
-        # T_{k+1}(x) = 2 x T_k(x) - T_{k-1}(x)
-        before, current = current, mapped(current).mul_(2).sub_(before)
-    return current / math.cosh(degree * _growth(gap))
-
-
-def _growth(gap: Gap) -> float:
-    """Growth rate per degree at the lower end of a gap: |T_k(x)| = cosh(k arccosh |x|)."""
-    return math.acosh(1 + 2 * (gap.high - gap.low) / (TOP - gap.high))
-
-
-def _gaussian(op: LinearOperator, count: int, generator: torch.Generator) -> Tensor:
-    shape = (op.shape[0], count)
-    return probes(shape, kind="gaussian", generator=generator, dtype=op.dtype, device=op.device)
-
-
-def _rayleigh_ritz(op: LinearOperator, block: Tensor) -> tuple[Tensor, Tensor]:
-    """Ritz values, ascending, ``(r,)``, and coefficients ``(k, r)`` of orthonormal Ritz vectors."""
-    k = block.shape[1]
-    gram, projected = torch.zeros(2, k, k, dtype=torch.float64)
-    for first in range(0, k, TUNING.columns):
-        part = slice(first, min(k, first + TUNING.columns))
-        product = op.matmat(block[:, part])
-        # B' B and B' L B are symmetric: only on and below the diagonal.
-        gram[first:, part] = _inner(block[:, first:], block[:, part])
-        projected[first:, part] = _inner(block[:, first:], product)
-    # Columns of length one, since filtered columns differ in length by orders of magnitude.
-    scale = gram.diagonal().clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
-    sizes, directions = torch.linalg.eigh(gram * scale[:, None] * scale)  # reads the lower half
-    # Directions below the rounding error of the block are noise.
-    real = sizes > 10 * math.sqrt(k) * torch.finfo(block.dtype).eps * float(sizes[-1])
-    basis = scale[:, None] * directions[:, real] * sizes[real].rsqrt()
-    lower = projected.tril()
-    values, rotation = torch.linalg.eigh(basis.T @ (lower + lower.tril(-1).T) @ basis)
-    return values, basis @ rotation
-
-
-def _inner(left: Tensor, right: Tensor) -> Tensor:
-    # Long sums in single precision lose digits that the eigenvalues need.
-    total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64)
-    for a, b in zip(left.split(TUNING.rows), right.split(TUNING.rows), strict=True):
-        total += (a.T @ b).double().cpu()
-    return total

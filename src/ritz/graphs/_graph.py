@@ -1,4 +1,4 @@
-"""The container of a graph: compressed rows of its weight matrix, and how it was made."""
+"""``Graph``: the compressed rows of a weight matrix, with a record of how it was made."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from ritz._core.storage import storable
 
 Array = npt.NDArray[Any]
 
-NUM_REASONS = 5  # rejected records with a reason; all are counted
+NUM_REASONS = 5  # number of rejected records whose reason is stored; all are counted
 
 
 class GraphError(ValueError):
@@ -142,7 +142,7 @@ class Graph:
         return int(count), torch.from_numpy(labels)
 
     def largest_component(self) -> "Graph":
-        """Return the largest connected component; if several are, that of the first vertex."""
+        """Return the largest connected component; of several, the one with the first vertex."""
         count, labels = self.components()
         if count == 1:
             return self
@@ -150,13 +150,13 @@ class Graph:
         return self.subgraph(labels == labels[sizes.argmax()])  # argmax is the first of equals
 
     def subgraph(self, nodes: Tensor | Array | list[int]) -> "Graph":
-        """Return the graph of some vertices and the edges between them, in the given order.
+        """Return the graph of some vertices, in the order of ``nodes``, and the edges between them.
 
         Args:
             nodes: Distinct indices ``(k,)``, or a mask ``(num_nodes,)``.
         """
         index = _indices(nodes, self.num_nodes)
-        # Without weights only the places matter: one byte per entry.
+        # Without weights one byte per entry suffices.
         matrix = self._csr(np.int8)[index][:, index]
         matrix.sort_indices()
         names = torch.arange(self.num_nodes) if self.names is None else self.names

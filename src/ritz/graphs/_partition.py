@@ -1,4 +1,4 @@
-"""Spectral clustering: the vertices of a graph, by the eigenvectors left of its gap."""
+"""``spectral_clusters``: clusters of the vertices of a graph, by its first eigenvectors."""
 
 from typing import final
 
@@ -10,14 +10,15 @@ from torch import Tensor
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
-from ritz.graphs._density import laplacian, with_edges
-from ritz.graphs._gaps import TOP, NullSpace
+from ritz.graphs._filtered_count import NullSpace
+from ritz.graphs._gaps import TOP
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike
+from ritz.graphs._matrices import laplacian, with_edges
 from ritz.operators import LinearOperator
 from ritz.spectra import eigenpairs
 
-# Residuals: eigenvectors within the band of the clusters need not be separated from each other.
+# Relative residual. It may be large, because only the span of the eigenvectors matters.
 _RTOL = 1e-4
 
 

@@ -1,4 +1,4 @@
-"""Random graphs: the standard models, given degrees, and planted clusters."""
+"""Random graph models: the standard ones, graphs with prescribed degrees, and planted clusters."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,11 @@ from ritz.graphs._graph import Graph
 from ritz.graphs._io import Records, Rules, assemble
 
 # ------------------------------------------------------------------------------------------
-# Random graphs: Erdős-Rényi, Watts-Strogatz, Barabási-Albert, blocks, given degrees.
+# Erdős-Rényi, blocks, Watts-Strogatz, Barabási-Albert, and prescribed degrees.
 
-_ROUNDS = 20  # of blind draws; each succeeds for half of the edges if half of the places are free
+# Rounds of random draws before free places are listed. If half of the places are free, each round
+# succeeds for half of the edges.
+_ROUNDS = 20
 
 
 def erdos_renyi(n: int, *, p: float, generator: torch.Generator | None = None) -> Graph:
@@ -66,14 +68,14 @@ def stochastic_block_model(
     chances = probabilities[a, b]
     pairs = []
     for p in chances.unique().tolist():
-        # All pairs of vertices with this probability are numbered, one pair of blocks after the
-        # other; `within` is the number within the pair of blocks.
-        mine = (chances == p).nonzero()[:, 0]
-        ends = counts[mine].cumsum(0)
+        # Number all pairs of vertices with this probability, one pair of blocks after the other.
+        # `within` is the number within a pair of blocks.
+        equal = (chances == p).nonzero()[:, 0]
+        ends = counts[equal].cumsum(0)
         index = _skipped(int(ends[-1]), p, generator)
         place = torch.searchsorted(ends, index, right=True)
-        within = index - (ends - counts[mine])[place]
-        first, second = a[mine][place], b[mine][place]
+        within = index - (ends - counts[equal])[place]
+        first, second = a[equal][place], b[equal][place]
         across = torch.stack([within // size[second], within % size[second]])
         local = torch.where(first == second, _triangle(within), across)
         pairs.append(local + torch.stack([starts[first], starts[second]]))
@@ -89,8 +91,8 @@ def watts_strogatz(
     Args:
         n: Number of vertices.
         num_neighbors: Neighbours of each vertex in the lattice, even and less than ``n``.
-        p: Probability that one end of an edge is moved. This makes no repeated edge and no
-            self-loop, so that there are always ``n * num_neighbors / 2`` edges.
+        p: Probability that one end of an edge is moved. Repeated edges and self-loops are avoided,
+            so there are always ``n * num_neighbors / 2`` edges.
         generator: Source of randomness. Defaults to a new generator with seed 0.
 
     Memory: that of the edges, and one byte per pair if more than half of all pairs are edges.
@@ -105,7 +107,7 @@ def watts_strogatz(
 
 
 def barabasi_albert(n: int, *, num_edges: int, generator: torch.Generator | None = None) -> Graph:
-    """Return a Barabási-Albert graph: new vertices attach to others in proportion to degree.
+    """Return a Barabási-Albert graph: new vertices attach to others in proportion to their degree.
 
     Args:
         n: Number of vertices, more than ``num_edges``.
@@ -122,11 +124,11 @@ def barabasi_albert(n: int, *, num_edges: int, generator: torch.Generator | None
 def configuration_model(
     degrees: Tensor | Sequence[int], *, generator: torch.Generator | None = None
 ) -> Graph:
-    """Return a graph of given degrees: half-edges are paired at random.
+    """Return a random graph with prescribed degrees: half-edges are paired at random.
 
     Args:
         degrees: Degrees ``(n,)``, with an even sum. Self-loops and repeated edges of the pairing
-            are erased, so that a few degrees are smaller; ``graph.intake`` counts them.
+            are erased, so a few degrees become smaller; ``graph.intake`` counts them.
         generator: Source of randomness. Defaults to a new generator with seed 0.
     """
     degrees = torch.as_tensor(degrees, dtype=torch.int64)
@@ -156,7 +158,7 @@ def erdos_renyi_edges(n: int, p: float, generator: torch.Generator) -> Tensor:
 
 
 def _skipped(count: int, p: float, generator: torch.Generator) -> Tensor:
-    """Indices below ``count``, each with probability ``p``: sums of geometric gaps."""
+    """Return random indices below ``count``, each with probability ``p``, by geometric gaps."""
     if p <= 0 or count <= 0:
         return torch.empty(0, dtype=torch.int64)
     if p >= 1:
@@ -166,8 +168,8 @@ def _skipped(count: int, p: float, generator: torch.Generator) -> Tensor:
         expected = p * (count - last)
         size = int(expected + 4 * math.sqrt(expected) + 16)
         uniform = torch.rand(size, generator=generator, dtype=torch.float64)
-        # P(gap > k) = (1 - p)^k, so that a gap is 1 + floor(log(1 - u) / log(1 - p)). 1 - u is
-        # never zero; a gap beyond the end need not be exact.
+        # P(gap > k) = (1 - p)^k, so a gap is 1 + floor(log(1 - u) / log(1 - p)). 1 - u is never
+        # zero. Gaps beyond the end are clamped.
         gaps = ((1 - uniform).log_() / math.log1p(-p)).clamp_(max=float(count)).long() + 1
         places = last + gaps.cumsum(0)
         parts.append(places)
@@ -177,10 +179,10 @@ def _skipped(count: int, p: float, generator: torch.Generator) -> Tensor:
 
 
 def _triangle(index: Tensor) -> Tensor:
-    """Pairs ``(2, k)`` with ``i > j`` in the order (1,0), (2,0), (2,1), ..."""
-    # Row i begins at i (i - 1) / 2, the root of which is i.
+    """Return the pairs ``(2, k)`` with these numbers, in the order (1,0), (2,0), (2,1), ..."""
+    # Row i begins at number i (i - 1) / 2: solve the quadratic equation for i.
     row = ((1 + (1 + 8 * index.double()).sqrt()) / 2).long()
-    # The root may round to the next whole number.
+    # Roundoff of the root may change the row by one.
     row -= (row * (row - 1) // 2 > index).long()
     row += (row * (row + 1) // 2 <= index).long()
     return torch.stack([row, index - row * (row - 1) // 2])
@@ -197,7 +199,7 @@ def ring_edges(n: int, num_neighbors: int, p: float, generator: torch.Generator)
         return torch.stack([start, end])
     taken = pair_keys(start[~moved], end[~moved], n)
     while len(pending):
-        # On average at least half of all vertices are free for each edge: this ends soon.
+        # At least half of all vertices are free for each edge on average, so this ends soon.
         ends = torch.randint(0, n, (len(pending),), generator=generator)
         keys = pair_keys(start[pending], ends, n)
         free = (start[pending] != ends) & ~torch.isin(keys, taken) & first_of_equals(keys)
@@ -210,7 +212,7 @@ def ring_edges(n: int, num_neighbors: int, p: float, generator: torch.Generator)
 def _rewire_dense(
     start: Tensor, end: Tensor, pending: Tensor, n: int, generator: torch.Generator
 ) -> None:
-    """Rewire where few places are free: an edge occupies its place until it has moved."""
+    """Rewire a dense graph, in which few places are free, in place."""
     taken = torch.eye(n, dtype=torch.bool)
     taken[start, end] = taken[end, start] = True
 
@@ -238,7 +240,7 @@ def pair_keys(u: Tensor, v: Tensor, n: int) -> Tensor:
 
 
 def first_of_equals(keys: Tensor) -> Tensor:
-    """Return which keys are the first of their value."""
+    """Return a mask of the keys that have no equal key before them."""
     ordered, order = keys.sort(stable=True)
     first = torch.ones(len(keys), dtype=torch.bool)
     first[order[1:]] = ordered[1:] != ordered[:-1]
@@ -248,11 +250,11 @@ def first_of_equals(keys: Tensor) -> Tensor:
 def attached_edges(n: int, num_edges: int, generator: torch.Generator) -> Tensor:
     r"""Return the edges ``(2, r (n - r))`` of a preferential attachment graph.
 
-    The ends of all edges form one list, two places per edge. An end drawn in proportion to degree
-    is the content of a random earlier place. The places are drawn first, all at once; the contents
-    follow by pointer doubling (Batagelj and Brandes, 2005). If a vertex meets another twice, the
-    later place is drawn again. The first vertices, which meet each other twice more often than not,
-    are attached one by one.
+    The ends of all edges form a list, with two places per edge. The content of a random earlier
+    place is an end drawn in proportion to its degree. All places are drawn at once, and their
+    contents follow by pointer doubling (Batagelj and Brandes, 2005). If a vertex draws another one
+    twice, the later place is drawn again. The first vertices, for which this is likely, are
+    attached one by one.
     """
     r = num_edges
     known = _first_attached(min(n, 8 * r + 64), r, generator)
@@ -271,7 +273,7 @@ def attached_edges(n: int, num_edges: int, generator: torch.Generator) -> Tensor
 
 
 def _first_attached(n: int, r: int, generator: torch.Generator) -> Tensor:
-    """Second ends of the edges of the first ``n`` vertices; the first ``r`` are the star."""
+    """Return second ends of the edges of the first ``n`` vertices; the first ``r`` are the star."""
 
     def uniforms() -> Iterator[float]:
         while True:
@@ -295,7 +297,7 @@ def _below(limit: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _contents(source: Tensor, known: Tensor, places: Tensor) -> Tensor:
-    """Second ends of all edges: even places hold the source, odd ones the second end there."""
+    """Return the second ends of all edges; even places have the source of an edge, odd its end."""
     target = torch.cat([known, torch.full_like(places, -1)])
     pointer = torch.cat([torch.zeros_like(known), places])
     waiting = torch.arange(len(known), len(source))
@@ -311,9 +313,9 @@ def _contents(source: Tensor, known: Tensor, places: Tensor) -> Tensor:
 
 
 def _repeated_in_row(rows: Tensor) -> Tensor:
-    """Entries that an earlier one of their row equals."""
+    """Return a mask of the entries that have an equal entry before them in their row."""
     repeated = torch.zeros_like(rows, dtype=torch.bool)
-    # NumPy sorts many short rows fast; the few with repeats are sorted again, with their order.
+    # NumPy sorts many short rows fast. Sort the few rows with repeats again, with their order.
     ordered = torch.from_numpy(np.sort(rows.numpy(), axis=1))
     hit = (ordered[:, 1:] == ordered[:, :-1]).any(1).nonzero()[:, 0]
     values, order = rows[hit].sort(dim=1, stable=True)
@@ -398,7 +400,7 @@ def cluster_sizes(
     generator = resolve_generator(generator)
     share = (num_nodes / num_clusters - low) / max(high - low, 1)
     uniform = torch.rand(num_clusters, generator=generator, dtype=torch.float64)
-    # E u^c = 1 / (c + 1): a power of a uniform number has the wanted mean.
+    # E u^c = 1 / (c + 1): choose the power c for the required mean.
     sizes = low + ((high - low) * uniform ** (1 / max(share, 1e-9) - 1)).round().long()
     while missing := num_nodes - int(sizes.sum()):
         step = 1 if missing > 0 else -1
@@ -413,7 +415,7 @@ def _cluster(kind: str, size: int, degree: float, generator: torch.Generator) ->
         return erdos_renyi_edges(size, degree / (size - 1), generator)
     half = max(1, round(degree / 2))
     if kind == "watts_strogatz":
-        # Half of the edges are rewired: a ring has small eigenvalues and is no cluster.
+        # Rewire half of the edges: a ring has small eigenvalues and is not a cluster.
         return ring_edges(size, 2 * half, 0.5, generator)
     return attached_edges(size, half, generator)
 

@@ -1,4 +1,4 @@
-"""How alike graphs are: divergences between their spectra, with errors."""
+"""``similarity``: divergences between the spectra of graphs, with errors."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,103 +16,19 @@ from ritz.graphs._density import (
     INTERVAL,
     NUM_MOMENTS,
     NUM_PROBES,
-    bias,
     check_moments,
     default_times,
     heat_weights,
-    jackknife,
-    leave_out,
     matched_within,
     moments,
-    with_edges,
 )
 from ritz.graphs._io import as_graph
+from ritz.graphs._jackknife import bias, jackknife, leave_out
+from ritz.graphs._matrices import with_edges
 from ritz.spectra import EntropicDensity, Moments, maxent
 from ritz.spectra._shared import chebyshev
 
 Measure = Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"]
-
-# ------------------------------------------------------------------------------------------
-# Distances between many spectra at once. Each measure needs features of the spectra, from mean
-# moments ``(N, m + 1)`` and ``N`` densities, and a distance between all pairs of features.
-
-_POINTS = 4096  # of the quadrature; three thousand points are good to a thousandth in the tests
-
-
-def multipliers(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
-    """Multipliers and fitted moments of densities, ``(N, 2, m)``."""
-    return torch.stack([torch.stack([one.alphas, one.fitted]) for one in densities])
-
-
-def symmetric_kl(a: Tensor, b: Tensor) -> Tensor:
-    r"""Symmetric divergence :math:`\tfrac12 \sum (\alpha - \beta)(\mu^q - \mu^p)`."""
-    # log p - log q = -sum (alpha_i - beta_i) T_i + const, so that KL(p|q) + KL(q|p) needs no
-    # integral. Differences before products: the multipliers may be large and alike.
-    difference = a[:, None] - b[None]
-    # Rounding may take it below zero, and the sum of nothing is a negative zero.
-    return (-0.5 * (difference[:, :, 0] * difference[:, :, 1]).sum(-1)).clamp_min(0.0) + 0.0
-
-
-def _masses(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
-    """Masses of densities at the points of a quadrature, ``(N, _POINTS)``; rows sum to one."""
-    angles = _angles()
-    table = chebyshev(torch.cos(angles), densities[0].alphas.shape[0])[:, 1:]
-    alphas = torch.stack([one.alphas for one in densities])
-    # p(x) dx with dx = sin(a) da; the softmax normalises without overflow.
-    return (torch.sin(angles).log() - alphas @ table.T).softmax(1)
-
-
-def _jensen_shannon(a: Tensor, b: Tensor) -> Tensor:
-    # JS(p, q) = (KL(p | m) + KL(q | m)) / 2 with m = (p + q) / 2.
-    def divergence(p: Tensor, q: Tensor) -> Tensor:
-        # Where both underflow there is nothing to distinguish.
-        terms: Tensor = torch.special.xlogy(p, p / q.clamp_min(1e-300))
-        return terms.sum(-1)
-
-    middles = (0.5 * (one + b) for one in a)
-    rows = [
-        0.5 * (divergence(one, middle) + divergence(b, middle))
-        for one, middle in zip(a, middles, strict=True)
-    ]
-    return torch.stack(rows)
-
-
-def _wasserstein(a: Tensor, b: Tensor) -> Tensor:
-    # In one dimension the distance is the area int |F_p - F_q| between distribution functions.
-    steps = torch.sin(_angles()) * (math.pi / _POINTS)
-    below_a, below_b = (rows.cumsum(1) - 0.5 * rows for rows in (a, b))
-    return torch.stack([((one - below_b).abs() * steps).sum(1) for one in below_a])
-
-
-def _heat_traces(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
-    return means @ heat_weights(default_times(), means.shape[1] - 1).T
-
-
-def _root_mean_square(a: Tensor, b: Tensor) -> Tensor:
-    return (a[:, None] - b[None]).square().mean(-1).sqrt()
-
-
-def _angles() -> Tensor:
-    """Midpoints in the angle whose cosine is the variable, from the upper end down."""
-    return (torch.arange(_POINTS, dtype=torch.float64) + 0.5).flip(0) * (math.pi / _POINTS)
-
-
-_Features = Callable[[Tensor, Sequence[EntropicDensity]], Tensor]
-_MEASURES: dict[str, tuple[_Features, Callable[[Tensor, Tensor], Tensor]]] = {
-    "symmetric_kl": (multipliers, symmetric_kl),
-    "jensen_shannon": (_masses, _jensen_shannon),
-    "wasserstein": (_masses, _wasserstein),
-    "heat": (_heat_traces, _root_mean_square),
-}
-_TITLES = {
-    "symmetric_kl": "Symmetric Kullback-Leibler divergence",
-    "jensen_shannon": "Jensen-Shannon divergence",
-    "wasserstein": "Wasserstein distance",
-    "heat": "Distance between heat traces",
-}
-
-# ------------------------------------------------------------------------------------------
-# How alike graphs are.
 
 
 @storable
@@ -168,9 +84,9 @@ def similarity(
 
     between entropic spectra, or another distance. All densities use the same number of moments and
     the same tolerance: the largest that any of the graphs needs, and at least :math:`1/n`, the mass
-    of one eigenvalue. Otherwise a spectrum with a smaller tolerance would be sharper and seem
-    different. Sampling noise makes distances too large: even one graph with different probes has a
-    positive distance to itself. This bias is included in ``stderr`` and is not subtracted.
+    of one eigenvalue. Otherwise a spectrum with a smaller tolerance would be sharper, which would
+    add to the distance. Sampling noise makes distances too large: with different probes, a graph
+    has a positive distance from itself. This bias is included in ``stderr`` and is not subtracted.
 
     Cost: the moments of every graph, and eleven densities per graph for the jackknife, a few
     hundredths of a second each.
@@ -214,7 +130,7 @@ def similarity(
                 )
             spectra.append(graph)
             bar.update(len(spectra))
-    # Moments do not say how many vertices there were.
+    # Moments do not have the number of vertices.
     floors = [0.0 if isinstance(one, Moments) else 1 / one.num_nodes for one in named.values()]
     for one in spectra:
         check_moments("graphs", one)
@@ -251,7 +167,7 @@ def _by_name(graphs: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
 def _common_densities(
     spectra: Sequence[Moments], floors: Sequence[float]
 ) -> tuple[tuple[EntropicDensity, ...], Tensor]:
-    """Densities matched to within the same errors, and these errors ``(m + 1,)``."""
+    """Return densities matched to within the same errors, and these errors ``(m + 1,)``."""
     means = torch.stack([one.mean for one in spectra])
     errors = torch.stack(
         [one.stderr.clamp_min(floor) for one, floor in zip(spectra, floors, strict=True)]
@@ -267,7 +183,7 @@ def _distances(
     errors: Tensor,
     measure: Measure,
 ) -> tuple[Tensor, Tensor]:
-    """Distances and their errors, by leaving out probes of one graph at a time."""
+    """Return distances and their errors, by leaving out probes of one graph at a time."""
     features, distance = _MEASURES[measure]
     whole = features(torch.stack([one.mean for one in spectra]), densities)
     matrix = distance(whole, whole)
@@ -280,6 +196,86 @@ def _distances(
             values = distance(features(left, parts), whole)
             variance[i] = jackknife(values).square()
             offset[i] = bias(values, matrix[i])
-    # The probes of both graphs are independent: variances add, and so do the two biases.
+    # The probes of the graphs are independent: variances add, and so do biases.
     variance = variance + variance.T + (offset + offset.T).square()
     return matrix, variance.fill_diagonal_(0.0).sqrt()
+
+
+# ------------------------------------------------------------------------------------------
+# Distances between many spectra at once. Each measure needs features of the spectra, from mean
+# moments ``(N, m + 1)`` and ``N`` densities, and a distance between all pairs of features.
+
+_POINTS = 4096  # nodes of the quadrature; 3,000 give errors of 0.001 in the tests
+
+
+def multipliers(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
+    """Return multipliers and fitted moments of densities, ``(N, 2, m)``."""
+    return torch.stack([torch.stack([one.alphas, one.fitted]) for one in densities])
+
+
+def symmetric_kl(a: Tensor, b: Tensor) -> Tensor:
+    r"""Return the symmetric divergence :math:`\tfrac12 \sum (\alpha - \beta)(\mu^q - \mu^p)`."""
+    # log p - log q = -sum (alpha_i - beta_i) T_i + const, so KL(p|q) + KL(q|p) needs no integral.
+    # Subtract before multiplying, because the multipliers may be large and nearly equal.
+    difference = a[:, None] - b[None]
+    # Roundoff may make it negative. Adding zero turns a negative zero into zero.
+    return (-0.5 * (difference[:, :, 0] * difference[:, :, 1]).sum(-1)).clamp_min(0.0) + 0.0
+
+
+def _masses(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
+    """Return masses of densities at quadrature points, ``(N, _POINTS)``; rows sum to one."""
+    angles = _angles()
+    table = chebyshev(torch.cos(angles), densities[0].alphas.shape[0])[:, 1:]
+    alphas = torch.stack([one.alphas for one in densities])
+    # p(x) dx with dx = sin(a) da; the softmax normalises without overflow.
+    return (torch.sin(angles).log() - alphas @ table.T).softmax(1)
+
+
+def _jensen_shannon(a: Tensor, b: Tensor) -> Tensor:
+    # JS(p, q) = (KL(p | m) + KL(q | m)) / 2 with m = (p + q) / 2.
+    def divergence(p: Tensor, q: Tensor) -> Tensor:
+        # Where both underflow the term is zero.
+        terms: Tensor = torch.special.xlogy(p, p / q.clamp_min(1e-300))
+        return terms.sum(-1)
+
+    middles = (0.5 * (one + b) for one in a)
+    rows = [
+        0.5 * (divergence(one, middle) + divergence(b, middle))
+        for one, middle in zip(a, middles, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _wasserstein(a: Tensor, b: Tensor) -> Tensor:
+    # In one dimension the distance is the area int |F_p - F_q| between distribution functions.
+    steps = torch.sin(_angles()) * (math.pi / _POINTS)
+    below_a, below_b = (rows.cumsum(1) - 0.5 * rows for rows in (a, b))
+    return torch.stack([((one - below_b).abs() * steps).sum(1) for one in below_a])
+
+
+def _heat_traces(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
+    return means @ heat_weights(default_times(), means.shape[1] - 1).T
+
+
+def _root_mean_square(a: Tensor, b: Tensor) -> Tensor:
+    return (a[:, None] - b[None]).square().mean(-1).sqrt()
+
+
+def _angles() -> Tensor:
+    """Return midpoints in the angle whose cosine is the variable, so that the variable ascends."""
+    return (torch.arange(_POINTS, dtype=torch.float64) + 0.5).flip(0) * (math.pi / _POINTS)
+
+
+_Features = Callable[[Tensor, Sequence[EntropicDensity]], Tensor]
+_MEASURES: dict[str, tuple[_Features, Callable[[Tensor, Tensor], Tensor]]] = {
+    "symmetric_kl": (multipliers, symmetric_kl),
+    "jensen_shannon": (_masses, _jensen_shannon),
+    "wasserstein": (_masses, _wasserstein),
+    "heat": (_heat_traces, _root_mean_square),
+}
+_TITLES = {
+    "symmetric_kl": "Symmetric Kullback-Leibler divergence",
+    "jensen_shannon": "Jensen-Shannon divergence",
+    "wasserstein": "Wasserstein distance",
+    "heat": "Distance between heat traces",
+}

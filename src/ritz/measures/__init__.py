@@ -2,7 +2,7 @@
 
 from ritz.measures._advice import Advice, advice_cost, advise
 from ritz.measures._batch_models import BatchCurve
-from ritz.measures._batches import BatchPrediction, batch_prediction, measured_batches
+from ritz.measures._batch_prediction import BatchPrediction, batch_prediction, measured_batches
 from ritz.measures._calibrated import (
     CalibratedSharpness,
     ExcessRisk,

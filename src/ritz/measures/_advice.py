@@ -22,9 +22,14 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, check_risk
 from ritz.measures._advice_figures import Figures, trials, unknown
-from ritz.measures._batches import BatchPrediction, batch_prediction, bracketed, homogeneity
-from ritz.measures._curvature_noise import check_batch_sizes, check_groups
+from ritz.measures._batch_prediction import (
+    BatchPrediction,
+    batch_prediction,
+    bracketed,
+    homogeneity,
+)
 from ritz.measures._gradient_noise import GradientNoise, noise_of
+from ritz.measures._groups import check_batch_sizes, check_groups
 from ritz.measures._outliers import BulkEdge, bulk_edge
 from ritz.measures._preconditioned import divisors, preconditioned_curvature
 from ritz.measures._stability import ADAPTIVE, OPTIMIZERS, OptimizerName, stable_rate

@@ -1,4 +1,4 @@
-"""The figures of an advice, each with its error: edges, exponents, damping and ratios."""
+"""The numbers of an advice with their errors: edges, exponents, damping and ratios."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ritz._core.progress import Progress
 from ritz._core.propagation import propagate
 from ritz._core.results import Estimate, Status
 from ritz.curvature import Risk
-from ritz.measures._batches import BatchPrediction
+from ritz.measures._batch_prediction import BatchPrediction
 from ritz.measures._stability import (
     ADAPTIVE,
     OptimizerName,
@@ -30,13 +30,13 @@ from ritz.measures._stability import (
 )
 from ritz.measures._trials import MakeOptimizer, trainable_rate
 
-# Standard deviations between batches that the recommended learning rate leaves room for: 2.3 % of
-# batches are beyond, if their largest eigenvalue is normal.
+# The recommended learning rate is the edge of a batch whose largest eigenvalue is this many
+# standard deviations above the mean. If the eigenvalue is normal, 2.3 % of the batches exceed it.
 SIGMAS = 2.0
 
 
 def unknown(shape: tuple[int, ...], reason: str) -> Estimate:
-    """Return an estimate that is not known, with the reason."""
+    """Return NaN as an estimate whose status has the reason."""
     status = Status(outcome="uncertain", message=reason)
     nan = torch.full(shape, math.nan, dtype=torch.float64)
     return Estimate.exact(nan, method="not known", truncation=math.inf, status=status)
@@ -44,11 +44,11 @@ def unknown(shape: tuple[int, ...], reason: str) -> Estimate:
 
 @final
 class Figures:
-    """What follows from the predicted curvature of batches, for one optimiser.
+    """Learning rates, exponents and damping of one optimiser, from the predicted curvature.
 
     Args:
         prediction: The predicted curvature.
-        outliers: Positive eigenvalues of the matrix of all data that are known, ``(k,)``.
+        outliers: Known positive eigenvalues of the matrix of all data, ``(k,)``.
         optimizer: Name of the optimiser.
         momentum: Its momentum.
         known: Batch size and learning rate of an earlier training.
@@ -119,7 +119,7 @@ class Figures:
     def _seen(
         self, preconditioned: tuple[Estimate, Estimate] | None
     ) -> tuple[Estimate, Estimate, Estimate]:
-        """Return the curvature that the optimiser sees in a batch, its spread, that of all data."""
+        """Return the preconditioned curvature of batches, its spread, and that of all data."""
         best, top = self.prediction.best, self.prediction.lambda_max
         if preconditioned is not None:
             value = self.shifted(*preconditioned)
@@ -127,7 +127,7 @@ class Figures:
             scaled = partial(propagate, lambda s, v, new: s / v * new)
             spread = scaled(best.spread, best.value, value, method="same relative spread")
             return value, spread, preconditioned[0]
-        if self.optimizer == "kfac":  # divides by the curvature of all data
+        if self.optimizer == "kfac":  # it preconditions with the curvature of all data
             value = propagate(torch.div, best.value, top, method="lambda'_1(B) / lambda_1")
             spread = propagate(torch.div, best.spread, top, method="spread / lambda_1")
             return value, spread, Estimate.exact(1.0, method="lambda_1 / lambda_1")
@@ -140,7 +140,7 @@ class Figures:
         return Estimate.exact(rate * (self.sizes / size).sqrt(), method=how)
 
     def fields(self) -> dict[str, Estimate]:
-        """Return the figures that do not depend on divisors or trials, by their names."""
+        """Return the numbers that do not depend on divisors or trials, by their names."""
         exponent, additive, multiplicative = self.exponents()
         damping, papers = self.dampings()
         return {
@@ -182,13 +182,13 @@ class Figures:
         )
 
     def exponent(self) -> Estimate:
-        """Return by which power of the batch size the edge grows to the next size.
+        """Return the exponent of the growth of the edge from each batch size to the next.
 
-        Beyond the largest size it is the local one, by noise along the leading eigenvector. That
-        model is of second order, and for small batches it takes the noise for stronger than it is.
+        For the largest size it is the local exponent of the directional model. This model is of
+        second order, and overestimates the noise of small batches.
         """
         p, n = self.prediction, self.num_samples
-        # Central differences give the local exponent to 1e-10. Beyond N there is no edge.
+        # Central differences give the local exponent to 1e-10. Batches have at most N samples.
         step = 1e-5
         high = min(step, math.log(n / float(self.sizes[-1])))
         near = self.sizes[-1] * torch.tensor([high - 2 * step, high], dtype=torch.float64).exp()
@@ -214,7 +214,7 @@ class Figures:
             third = multiplicative_change(value, bulk, num_parameters=self.num_parameters)
             nan = torch.full_like(third, math.nan)
             third = torch.where((bulk > 0) & (bulk < value), third, nan)
-            # Momentum makes noise count more: the edge has fallen by half where w x = 1.
+            # With momentum noise has the weight w, and halves the edge where w x = 1.
             return torch.stack([at(value, self.weight * along), at(value, variance), third])
 
         parts = (p.lambda_max, p.along, p.variance, p.bulk)
@@ -274,8 +274,8 @@ def trials(
     generator: torch.Generator,
     progress: bool | Progress,
 ) -> Estimate:
-    """Return what short trainings stand, for all batch sizes."""
-    # Bisection starts at the edge, from which trials are a factor of a few away.
+    """Return the largest learning rates of short trainings, for all batch sizes."""
+    # Bisection starts at the edge, which is within a small factor of the result.
     starts = torch.where(torch.isfinite(edge.mean), edge.mean, rate.mean).tolist()
     limits = [
         trainable_rate(

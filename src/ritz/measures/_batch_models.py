@@ -10,12 +10,8 @@ from torch import Tensor
 
 from ritz._core.results import Estimate, Status, stderr
 from ritz._core.storage import storable
-from ritz.measures._subspace import (
-    Projections,
-    choose_groups,
-    draw_batches,
-    without_replacement,
-)
+from ritz.measures._batch_subspace import Projections, choose_groups, draw_batches
+from ritz.measures._groups import without_replacement
 from ritz.rmt import additive_spikes, multiplicative_spikes
 
 # Mean, standard error and truncation of a number.

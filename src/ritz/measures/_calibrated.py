@@ -1,4 +1,4 @@
-"""The largest eigenvalue of networks made comparable: batch norm folded, outputs calibrated."""
+"""``calibrated_sharpness``, a largest eigenvalue that is comparable between networks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import nn
 from ritz._core.checks import is_below
 from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress
-from ritz._core.results import Status
+from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
@@ -23,7 +23,7 @@ MakeRisk = Callable[[nn.Module], Risk]
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibratedSharpness:
+class CalibratedSharpness(HasStatus):
     r"""The largest eigenvalue of a folded and calibrated network.
 
     Attributes:
@@ -49,10 +49,6 @@ class CalibratedSharpness:
 
     def __float__(self) -> float:
         return self.lambda_max
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless both have converged."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         left = f", not folded: {', '.join(self.unfolded)}" if self.unfolded else ""
@@ -99,31 +95,31 @@ def calibrated_sharpness(
     Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
     descent with covariance noise*, section 5.3.
     """
-    # First fold: the temperature belongs to the outputs, which folding does not change.
+    # Folding does not change the outputs, so the temperature may be fitted afterwards.
     folded = fold_batch_norm(model, strict=False)
     remaining = tuple(batch_norms(folded))
-    # Held-out data, because a network is always overconfident on its training data.
-    found = temperature(held_out(folded))
-    # The loss of f / T, whose curvature does not depend on the confidence of the network.
-    calibrated = risk(scaled(folded, found))
+    # On held-out data, because a network is overconfident on its training data.
+    calibration = temperature(held_out(folded))
+    # The curvature of the loss of f / T does not depend on the confidence of the network.
+    calibrated = risk(scaled(folded, calibration))
     op = curvature_operator(calibrated, matrix)
     limits: Any = {"rtol": rtol, "max_steps": max_steps, "generator": generator}
     pairs = eigenpairs(op, largest=1, vectors=False, progress=progress, **limits)
     return CalibratedSharpness(
         lambda_max=float(pairs.values[-1]),
         residual=float(pairs.residuals[-1]),
-        temperature=found,
+        temperature=calibration,
         num_folded=len(batch_norms(model)) - len(remaining),
         unfolded=remaining,
         matrix=matrix,
         num_samples=calibrated.num_samples,
-        # The first of the two that has failed.
-        status=found.status if found.status.outcome != "converged" else pairs.status,
+        # If the temperature has failed its status, otherwise that of the eigenvalue.
+        status=(calibration.status if calibration.status.outcome != "converged" else pairs.status),
     )
 
 
 # ------------------------------------------------------------------------------------------
-# The two terms of the excess risk that training decides.
+# The two terms of the excess risk that depend on training.
 
 
 @storable
@@ -136,8 +132,9 @@ class ExcessRisk:
         optimisation: :math:`T_2`, loss on training data minus ``minimum``.
         train: Loss on training data.
         held_out: Loss on held-out data.
-        minimum: The least possible loss on training data, or a lower bound of it. With 0, for
-            losses that cannot be negative, ``optimisation`` is an upper bound.
+        minimum: Smallest possible loss on training data, or a lower bound of it. With a lower
+        bound,
+            such as 0, ``optimisation`` is an upper bound.
     """
 
     generalisation: float
@@ -161,13 +158,13 @@ def excess_risk(train: Risk, held_out: Risk, *, minimum: float = 0.0) -> ExcessR
         \underbrace{L_\text{true}(w) - L(w)}_{T_1} + \underbrace{L(w) - \min L}_{T_2}
         \quad\text{in expectation}
 
-    with the loss of held-out data for the true one. Neither includes an L2 term. Cost: one forward
-    pass of both.
+    The true loss is estimated by that of held-out data. Neither loss includes an L2 term. Cost: one
+    forward pass over both data sets.
 
     Args:
         train: The risk on training data.
         held_out: The risk of the same weights on held-out data.
-        minimum: The least possible loss on training data, or a lower bound of it.
+        minimum: Smallest possible loss on training data, or a lower bound of it.
 
     Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
     descent with covariance noise*, section 2.1, equation 1.

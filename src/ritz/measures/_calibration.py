@@ -1,4 +1,4 @@
-"""Temperature calibration: rescale logits so that their softmax is a probability."""
+"""``temperature``: rescale logits so that their softmax is calibrated; reliability in bins."""
 
 import math
 from collections.abc import Callable
@@ -95,8 +95,8 @@ def temperature(
         max_steps: Maximum number of evaluations of :math:`f`.
 
     Raises:
-        ValueError: There is no such temperature, because every sample is classified correctly, or
-            the outputs are no better than chance.
+        ValueError: No such temperature exists, because every sample is classified correctly, or
+            because the outputs are no better than chance.
 
     Reference: Guo, Pleiss, Sun and Weinberger (2017), section 4.2; Wen et al., *Interplay between
     optimization and generalization of stochastic gradient descent with covariance noise*, section
@@ -105,10 +105,10 @@ def temperature(
     check_count("num_bins", num_bins)
     check_range("atol", atol, low=0.0)
     check_count("max_steps", max_steps, low=2)
-    # Newton's method needs f at several beta, but the outputs only once.
+    # The outputs are computed once, and f is evaluated from them for several beta.
     pairs = _pairs(risk)
     loss = _CrossEntropy(risk, pairs)
-    # Newton's method would run away if there is no minimum.
+    # Without a minimum Newton's method would diverge.
     _check_minimum(loss)
     beta, slope, status = _minimum(loss, atol, max_steps)
     # z / T = beta z
@@ -145,7 +145,7 @@ class ScaledModel(nn.Module):
     def __init__(self, model: nn.Module, temperature: float) -> None:
         super().__init__()
         self.model, self.temperature = model, temperature
-        # A module begins in training mode, whatever the mode of the model.
+        # A new module is in training mode; use the mode of the model.
         self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -176,7 +176,8 @@ class _CrossEntropy:
 
     def __init__(self, risk: Risk, pairs: Pairs) -> None:
         self._risk, self._pairs = risk, pairs
-        # f'(0) is the mean gap to the right class, and f'(infinity) the largest, never negative.
+        # f'(0) is the mean of the gaps z_c - z_y, and f'(infinity) the mean of the largest gaps,
+        # which is not negative.
         count, mean, largest = self._sum(
             lambda gaps: [gaps.new_ones(len(gaps)), gaps.mean(1), gaps.amax(1)]
         )
@@ -198,7 +199,7 @@ class _CrossEntropy:
         total = torch.zeros(3, dtype=torch.float64, device=self._risk.theta.device)
         for outputs, labels in self._pairs:
             scores = outputs.double()
-            # z_c - z_y: only differences from the right class matter.
+            # f depends on the differences z_c - z_y from the right class only.
             gaps = scores - scores.gather(1, labels.unsqueeze(1))
             total += torch.stack([term.sum() for term in terms(gaps)])
         sums: list[float] = self._risk.sum_over_processes(total).tolist()
@@ -208,13 +209,13 @@ class _CrossEntropy:
 def _check_minimum(loss: _CrossEntropy) -> None:
     if not all(map(math.isfinite, (loss.slope_at_zero, loss.slope_at_infinity))):
         raise ValueError("outputs must be finite, got NaN or Inf")
-    # No gap is positive: the loss decreases for ever.
+    # If no gap is positive, the loss decreases for all beta.
     if loss.slope_at_infinity == 0:
         raise ValueError(
             f"the optimal temperature is 0: all {loss.count} samples are classified correctly; use "
             "held-out data or more samples"
         )
-    # A convex function with a slope of at least zero at zero grows from there on.
+    # A convex function whose slope at zero is not negative has no minimum for beta > 0.
     if loss.slope_at_zero >= 0:
         raise ValueError(
             "the optimal temperature is infinite: the outputs are no better than chance"

@@ -1,7 +1,7 @@
-"""Variance of the curvature over samples, and shrinkage of mini-batch matrices."""
+"""``curvature_variance`` over samples, ``batch_variance``, and ``shrinkage`` of batch matrices."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,30 +9,24 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_count, check_tensor, check_type, is_below
-from ritz._core.distributed import world_size
-from ritz._core.progress import Progress, tracking
+from ritz._core.progress import Progress
 from ritz._core.propagation import propagate
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate, stderr
-from ritz._core.sampling import check_samples, column_dots
+from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
-from ritz.curvature._shared import CurvatureMatrix, batch_products, check_risk
-from ritz.measures._landscape import random_vectors
-from ritz.measures._subspace import without_replacement
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Sizes of the work of :func:`curvature_variance`."""
-
-    # Probes per block of products: each group costs one pass per block, and four blocks of memory.
-    block: int = 8
-    # Groups by default: the standard error is then known to 1 / sqrt(2 * 127), or 6 %.
-    num_groups: int = 128
-
-
-TUNING = Tuning()
+from ritz.curvature._shared import CurvatureMatrix, check_risk
+from ritz.measures._groups import (
+    check_batch_sizes,
+    check_groups,
+    choose_group_size,
+    contrasts,
+    group_error_factor,
+    random_groups,
+    random_vectors,
+    without_replacement,
+)
 
 
 @storable
@@ -43,9 +37,9 @@ class Shrinkage:
     Attributes:
         batch_sizes: Batch sizes :math:`B`; batches are drawn without replacement.
         beta: Weights :math:`\beta(B)`, ``(len(batch_sizes),)``.
-        damping: The damping :math:`\delta(B) = m (1 - \beta) / \beta` of the same effect, in the
-            units of eigenvalues, ``(len(batch_sizes),)``: :math:`\beta H_B + (1 - \beta) m I`
-            is :math:`\beta (H_B + \delta I)`. It has the sign of the mean eigenvalue :math:`m`.
+        damping: The equivalent damping :math:`\delta(B) = m (1 - \beta) / \beta`,
+            ``(len(batch_sizes),)``, since :math:`\beta H_B + (1 - \beta) m I = \beta (H_B +
+            \delta I)`. It has the sign of the mean eigenvalue :math:`m`.
         signal: :math:`d^2 = \|H - m I\|_F^2`.
         variance: :math:`P \sigma^2`, of single samples.
         matrix: ``hessian`` or ``ggn``.
@@ -105,13 +99,13 @@ def curvature_variance(
     .. math:: \hat V(v) = \frac{N - 1}{N} \frac{g}{M - 1}
         \sum_j \|(H_j - \bar H) v\|^2
 
-    is an unbiased estimate of :math:`V(v)`. If ``g`` does not divide ``N``, the remaining samples
-    are left out at random, and the result says how many. For ``g = 1`` it *is* :math:`V(v)`. The
-    standard error combines the errors of probes and of groups. It may be too large by a factor of
-    about two if groups are small and few samples have most of the variance.
+    is an unbiased estimate of :math:`V(v)`, and for ``g = 1`` equal to it. If ``g`` does not divide
+    ``N``, random samples are left out, and ``method`` says how many. The standard error combines
+    the errors of probes and of groups. If groups are small and a few samples have most of the
+    variance, it may be too large by a factor of about two.
 
-    Cost: one product with the whole matrix per probe or direction, in blocks of 8. Small groups are
-    slower, because they use the hardware less well. Memory: four blocks and a copy of the data.
+    Cost: one product with the whole matrix per probe or direction, in blocks of 8. Products in
+    small groups are slower. Memory: four blocks and a copy of the data.
 
     Args:
         risk: The loss at a point, a mean over samples (which is checked). Batch norm must not be in
@@ -131,7 +125,7 @@ def curvature_variance(
     check_groups(risk, "curvature_variance()")
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
-    group_size = checked_group_size(group_size, count)
+    group_size = choose_group_size(group_size, count)
     generator = resolve_generator(generator)
     if along is None:
         check_count("num_probes", num_probes, low=2)
@@ -144,11 +138,11 @@ def curvature_variance(
     gaps *= group_size * (count - 1) / count
     by_groups = gaps.mean(1) if along is None else gaps
     whole = group_size == 1
-    error = torch.zeros(()) if whole else stderr(by_groups) * unseen_by(groups, count)
+    error = torch.zeros(()) if whole else stderr(by_groups) * group_error_factor(groups, count)
     method = "single samples" if whole else f"{groups.num_batches} random groups of {group_size}"
     if left := count % group_size:
         method += f", {left} of {count} samples left out at random"
-    # Directions of the caller are no sample, and have an exact value each.
+    # Each direction in `along` has an exact value; only probes are averaged.
     make, kind = (Estimate.of, "probes") if along is None else (Estimate.exact, "directions")
     num_vectors = vectors.shape[1]
     estimate = make(
@@ -232,8 +226,8 @@ def shrinkage(
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
-    Reference: Ledoit and Wolf (2004), here for matrices known by their products only; Granziol
-    et al. (2020), section 3.2, for shrinkage as damping.
+    Reference: Ledoit and Wolf (2004) for shrinkage; Granziol et al. (2020), section 3.2, for
+    shrinkage as damping.
     """
     check_risk(risk)
     count = sum(risk.batch_rows)
@@ -281,56 +275,6 @@ def shrinkage(
     )
 
 
-def check_groups(risk: Risk, caller: str) -> None:
-    """Raise unless the matrices of single samples are defined, and all are in this process."""
-    check_risk(risk)
-    risk.require_separable(caller)
-    if risk.dropout != "off":
-        # Masks belong to batches, not to samples.
-        raise ValueError(f"{caller} needs dropout='off', got 'fixed'")
-    if risk.sharing != "none" and world_size(risk.group) > 1:
-        raise ValueError(f"{caller} needs sharing='none', got {risk.sharing!r}")
-    if risk.num_samples < 2:
-        raise ValueError(f"{caller} needs at least 2 samples, got {risk.num_samples}")
-
-
-def checked_group_size(group_size: int | None, count: int) -> int:
-    """Return the number of samples per group; by default, one that gives at least 128 groups."""
-    if group_size is None:
-        group_size = max(1, count // TUNING.num_groups)
-    # Fewer than three groups have no standard error.
-    check_count("group_size", group_size, high=max(1, count // 3))
-    return group_size
-
-
-def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
-    """Return the risk on random groups of one size; the rest of the samples is left out."""
-    count = sum(risk.batch_rows)
-    order = torch.randperm(count, generator=generator, device=generator.device)
-    used = order[: count // group_size * group_size].to(risk.theta.device)
-    return risk.samples(used, batch_size=group_size)
-
-
-def unseen_by(groups: Risk, count: int) -> float:
-    r"""Return the factor of the standard error over groups instead of over samples."""
-    # Groups see M - 1 of the N - 1 contrasts of the samples: all of them if g = 1.
-    return math.sqrt(max(0, count - groups.num_batches) / max(1, count - 1))
-
-
-def check_batch_sizes(sizes: Sequence[int], count: int | None) -> tuple[int, ...]:
-    """Return batch sizes; raise unless there are some, each from 1 to the number of samples."""
-    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
-        raise TypeError(
-            f"batch_sizes must be a sequence of integers such as (8, 64), got {sizes!r}"
-        )
-    sizes = tuple(sizes)
-    if not sizes:
-        raise ValueError("batch_sizes must not be empty")
-    for size in sizes:
-        check_count("batch_sizes", size, high=count)
-    return sizes
-
-
 def _unit_probes(risk: Risk, count: int, generator: torch.Generator) -> Tensor:
     block = random_vectors(risk, count, generator, kind="rademacher")
     return block.div_(block.norm(dim=0))
@@ -350,39 +294,6 @@ def _unit_block(risk: Risk, along: Tensor) -> Tensor:
     return block
 
 
-def contrasts(
-    groups: Risk,
-    vectors: Tensor,
-    matrix: CurvatureMatrix,
-    *,
-    root: float | Tensor = 1.0,
-    progress: bool | Progress = False,
-) -> Tensor:
-    r"""Return :math:`\frac{j-1}{j} \|y_j - \bar y_{j-1}\|^2` of groups, ``(M - 1, k)``.
-
-    Here :math:`y_j = R H_j v`, and ``root`` has the diagonal of :math:`R`, ``(P, 1)``. Their sum
-    over groups is that of :math:`\|y_j - \bar y\|^2`, in one pass and without cancellation
-    (Welford). Over random groups they have one mean and are uncorrelated to first order.
-    """
-    blocks, done = vectors.split(TUNING.block, 1), 0
-    parts: list[Tensor] = []
-    with tracking(progress, "curvature of groups", len(blocks) * groups.num_batches) as bar:
-        for block in blocks:
-            mean = torch.zeros_like(block, dtype=torch.float64)
-            gaps = []
-            for j, (_, product) in enumerate(batch_products(groups, block, matrix=matrix), start=1):
-                # mean_j = mean_{j-1} + (y_j - mean_{j-1}) / j
-                step = (root * product).double() - mean
-                gaps.append(column_dots(step, step) * ((j - 1) / j))
-                mean.add_(step, alpha=1 / j)
-                done += 1
-                bar.update(done)
-            # The first term is zero: it has no mean before it.
-            parts.append(torch.stack(gaps[1:]).cpu())
-            check_samples(parts[-1].T, sum(part.shape[1] for part in parts[:-1]))
-    return torch.cat(parts, 1)
-
-
 def _signal(
     risk: Risk, matrix: CurvatureMatrix, num_probes: int, generator: torch.Generator
 ) -> tuple[Estimate, Estimate]:
@@ -392,16 +303,17 @@ def _signal(
     block = _unit_probes(risk, num_probes, generator)
     image = torch.cat([op.matmat(part) for part in block.split(op.block_size, 1)], 1)
     along, square = column_dots(block, image).cpu(), column_dots(image, image).cpu()
-    # E |H v - m v|^2 = |H - m I|_F^2 / P for unit probes, and E v'Hv = m. To first order m may come
-    # from the same probes.
+    # E |H v - m v|^2 = |H - m I|_F^2 / P for unit probes, and E v'Hv = m. To first order the error
+    # of m from the same probes does not matter.
     m = along.mean()
     samples = size * (square - 2 * m * along + m * m)
-    # The square of a sampled mean is too large by its variance.
+    # The expected square of a sample mean exceeds the squared mean by its variance.
     bias = size * stderr(along).square()
     make = partial(Estimate.of, num_products=num_probes, seed=generator.initial_seed())
     signal = make(samples, method="mean of |H z - m z|^2")
     signal = replace(signal, mean=signal.mean + bias)
-    # d(m/d^2) = dm/d^2 - m d(d^2)/d^4: both come from the same probes, whose errors may cancel.
+    # d(m/d^2) = dm/d^2 - m d(d^2)/d^4. The errors of m and d^2 are correlated, so propagate them
+    # by probe.
     d2 = signal.mean
     ratios = m / d2 + (along - m) / d2 - m * (samples - samples.mean()) / d2.square()
     return signal, make(ratios, method="m / d^2")

@@ -1,4 +1,4 @@
-"""Mass of a spectrum at the origin, and a bound on the rank of the Gauss-Newton matrix."""
+"""``rank_degeneracy``, the mass of a spectrum at zero, and ``rank_bound`` of a GGN matrix."""
 
 import math
 import statistics
@@ -23,18 +23,19 @@ from ritz.spectra._shared import christoffel
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Constants of the interval around zero, and of the doubt in its mass."""
+    """Constants of the interval around zero, and of the error of its mass."""
 
-    # The mass at zero is in doubt if its residual exceeds the gap divided by this. Eigenvalues that
-    # approach zero, evenly in their logarithm, have ratios of 0.08 to 0.25 for 5 to 80 steps.
+    # The mass of a Ritz value counts as uncertain in full if its residual exceeds the gap divided
+    # by this. Eigenvalues that approach zero geometrically have ratios of residual to gap of 0.08
+    # to 0.25 for 5 to 80 steps.
     crowding: float = 12.0
-    # Candidates for an end of the interval, evenly spaced in the logarithm of the distance. With 12
-    # the best end has up to three times the least undecided mass; 48 are no better than 24.
+    # Number of candidates for an end of the interval, evenly spaced in the logarithm of the
+    # distance from zero. With 12 the undecided mass is up to three times its minimum; 48 are no
+    # better.
     candidates: int = 24
-    # An end nearer to zero is preferred while less than this fraction of the mass is undecided.
+    # The nearest end is chosen whose undecided mass is below this fraction of the mass.
     undecided: float = 0.01
-    # With a truncation above this fraction of the mass, the mass is called uncertain: then all but
-    # a third of it may lie elsewhere.
+    # If the truncation exceeds this fraction of the mass, the outcome is `uncertain`.
     uncertain: float = 0.5
 
 
@@ -47,12 +48,12 @@ class Degeneracy:
     """The eigenvalues nearest to zero.
 
     Attributes:
-        mass: Estimated fraction of eigenvalues in ``interval``. Its truncation is the mass that the
-            spectra leave undecided, and the mass that may belong to eigenvalues near zero that are
-            not zero. Its status is ``uncertain`` if that is more than half of the mass.
+        mass: Estimated fraction of eigenvalues in ``interval``. Its truncation adds the mass that
+            the Gauss rules leave undecided and the mass that may belong to small eigenvalues other
+            than zero. Its status is ``uncertain`` if the truncation exceeds half of the mass.
         value: Mean of these eigenvalues, which should be close to 0. Its truncation is the largest
             residual.
-        interval: The two ends between which eigenvalues are counted.
+        interval: Interval in which eigenvalues are counted.
         matrix: ``hessian`` or ``ggn``.
     """
 
@@ -82,8 +83,8 @@ class RankBound:
         num_outputs: Number of outputs over all samples.
         softmax: Whether each term reduces the rank by one, since the loss does not depend on shifts
             of its logits.
-        hidden_units: Output features and channels of all linear and convolutional layers but the
-            last; ``None`` if there is no such layer.
+        hidden_units: Number of output features and channels of all linear and convolutional layers
+            except the last one; ``None`` if there is no such layer.
         num_inputs: Number of entries of one sample's input.
         comparison: :math:`4 d_y (\sum_l N_l + d_x)`, *not* a bound on the matrix of many samples.
         l2: Coefficient of the L2 term, which is added to every eigenvalue.
@@ -122,17 +123,19 @@ def rank_degeneracy(
 
     .. math:: \mu([a, b]) = \sum_{k \in S} \tau_k \text{ up to } \lambda(a) + \lambda(b)
 
-    with the Ritz values :math:`\theta_k, k \in S` that are zero within their residuals (if there is
-    none: the nearest to zero for the Gauss-Newton matrix, and the two nearest for the Hessian) and
-    their weights :math:`\tau_k`. A Gauss rule with a node at ``x`` bounds the mass below ``x`` from
-    both sides, and the bounds differ by the Christoffel number :math:`\lambda(x)`, the weight of
-    that node. The ends ``a`` and ``b`` of the interval are where it is small, in the gaps on either
-    side of ``S``. Within the interval the spectra do not distinguish eigenvalues from zero. The
-    ``truncation`` is half the distance between the bounds, plus the mass that may belong to
-    eigenvalues close to zero. The second part vanishes if the residuals are far below the distance
-    to the other Ritz values. If the truncation is more than half of the mass, the outcome is
-    ``uncertain``; raise the number of steps. Cost: no products. A single spectrum has no error
-    bars.
+    with the Ritz values :math:`\theta_k, k \in S` that are zero within their residuals, and their
+    weights :math:`\tau_k`. If there are none, :math:`S` has the value nearest to zero for the
+    Gauss-Newton matrix, and the two nearest for the Hessian.
+
+    A Gauss rule with a node at ``x`` gives a lower and an upper bound of the mass below ``x``,
+    which differ by the weight :math:`\lambda(x)` of that node. The ends ``a`` and ``b`` are chosen
+    in the gaps on either side of :math:`S`, where it is small. The spectra do not resolve
+    eigenvalues within this interval. The ``truncation`` is half the distance between the bounds,
+    plus the mass that may belong to small eigenvalues other than zero. The second part vanishes if
+    the residuals are far below the distance to the other Ritz values. If the outcome is
+    ``uncertain``, increase the number of steps.
+
+    Cost: no products. A single spectrum has no error bars.
 
     Args:
         spectra: Whole spectra, one per probe, as from :func:`ritz.spectra.lanczos_block`.
@@ -148,7 +151,7 @@ def rank_degeneracy(
         if not isinstance(run, Spectrum):
             raise TypeError(f"spectra must be results of lanczos or lanczos_block, got {type(run)}")
     inside = [_near_zero(run, 1 if matrix == "ggn" else 2) for run in runs]
-    # The Gauss-Newton matrix has no negative eigenvalue, and then nothing is left below.
+    # The Gauss-Newton matrix has no negative eigenvalues, so there is no mass below the interval.
     closed = matrix == "ggn" and min(float(run.values[0]) for run in runs) >= -max(
         float(run.residuals[0]) for run in runs
     )
@@ -172,7 +175,7 @@ def rank_degeneracy(
     truncation = (middle - (least - doubt).clamp_min(0.0)).mean()
     mass = Estimate.of(middle, truncation=truncation, **about)
     return Degeneracy(
-        mass=_judged(mass),
+        mass=_with_status(mass),
         value=Estimate.of(value, truncation=residual.mean(), **about),
         interval=(low, high),
         matrix=matrix,
@@ -185,10 +188,11 @@ def rank_bound(risk: Risk) -> RankBound:
     .. math:: \operatorname{rank} G \le \min(P, N (d_y - 1))
 
     for softmax cross-entropy, and :math:`\min(P, N d_y)` for any other loss: the matrix is a sum of
-    that many terms of rank one. Ignored labels have no term. The result also has
-    :math:`4 d_y (\sum_l N_l + d_x)`, the heuristic bound of the reference, for comparison. It does
-    not hold for many samples: a tanh network 20-60-2 on 4000 samples has rank 1260, above 640.
-    Cost: one forward pass.
+    that many terms of rank one. Ignored labels have no term. For comparison, the result also has
+    the heuristic bound of the reference, :math:`4 d_y (\sum_l N_l + d_x)`. It does not hold for
+    many
+    samples: a tanh network 20-60-2 on 4000 samples has rank 1260, above its bound of 640. Cost: one
+    forward pass.
 
     Args:
         risk: The loss at a point, with a ``loss_fn`` separate from the model.
@@ -214,7 +218,8 @@ def rank_bound(risk: Risk) -> RankBound:
     if hidden is not None and inputs is not None:
         # 4 d_y (sum_l N_l + d_x), with d_y the outputs of one term
         comparison = 4 * (num_outputs // num_terms) * (hidden + inputs)
-    # Each term has a curvature of rank d_y in its outputs; softmax is blind to a shift of them all.
+    # Each term has rank d_y in its outputs, and d_y - 1 for softmax, which is invariant to a shift
+    # of all logits.
     return RankBound(
         bound=min(risk.space.size, num_outputs - num_terms if softmax else num_outputs),
         num_parameters=risk.space.size,
@@ -228,7 +233,7 @@ def rank_bound(risk: Risk) -> RankBound:
     )
 
 
-def _judged(mass: Estimate) -> Estimate:
+def _with_status(mass: Estimate) -> Estimate:
     share = float(mass.truncation) / float(mass.mean)
     if is_below(share, TUNING.uncertain):
         return mass
@@ -249,14 +254,14 @@ def _near_zero(run: Spectrum, count: int) -> Tensor:
 
 
 def _origin(run: Spectrum, inside: Tensor) -> tuple[float, float, float]:
-    """Return the mean of the values near zero, the mass in doubt, and the largest residual."""
+    """Return the mean of the values near zero, the uncertain mass, and the largest residual."""
     values, residuals = run.values, run.residuals
     mass, others = run.weights[inside], values[~inside]
-    # The weights vanish if the start vector has no part in any.
+    # The weights vanish if the start vector is orthogonal to all of them.
     total = float(mass.sum())
     value = float(mass @ values[inside]) / total if total > 0 else float(values[inside].mean())
-    # A Ritz vector of S is the eigenvector up to an angle of r / gap, with the gap to the values
-    # outside of S. Roundoff is not a distance.
+    # The angle from a Ritz vector of S to an eigenvector is at most r / gap, with the gap to the
+    # values outside of S. The part of the residual that is roundoff does not count.
     gaps = (values[inside][:, None] - others).abs().amin(1) if len(others) else torch.zeros(1)
     beyond = residuals[inside] - run.roundoff
     doubt = torch.where(beyond > 0, (TUNING.crowding * beyond / gaps).clamp(max=1.0), 0.0)
@@ -272,19 +277,19 @@ def _end(
 ) -> float:
     """Return the end of the interval above zero (``sign`` 1) or below it (-1).
 
-    ``closed``: no eigenvalue lies below the smallest Ritz value but for its residual.
+    ``closed``: no eigenvalue lies below the smallest Ritz value minus its residual.
     """
     pairs = list(zip(runs, inside, strict=True))
     first = max(float((sign * run.values[chosen]).max()) for run, chosen in pairs)
     reach = max(float(run.residuals[chosen].max()) for run, chosen in pairs)
-    # Distances are at least roundoff; a matrix of zeros has none.
+    # The smallest distance is roundoff, which is zero for a matrix of zeros.
     near = max(run.roundoff for run in runs) or reach or math.ulp(1.0)
-    # The nearest values beyond, one per run, of which the median is typical.
+    # The nearest value beyond, for each run; use their median.
     beyond = [sign * run.values[sign * run.values > first + near] for run in runs]
     nearest = [float(values.min()) for values in beyond if len(values)]
     if closed and not nearest:
         return sign * (first + max(reach, near))
-    # Without a value beyond, the spectrum may reach as far again as it is wide.
+    # Without a value beyond, the spectrum may extend by its width.
     width = max(float(run.values[-1] - run.values[0]) for run in runs)
     far = statistics.median(nearest) - first if nearest else max(width, 2 * reach)
     exponents = torch.linspace(0.0, 1.0, TUNING.candidates, dtype=torch.float64)
@@ -308,7 +313,7 @@ def _christoffel(run: Spectrum, points: Tensor) -> Tensor:
 
 
 def _bracket(run: Spectrum, low: float, high: float, *, closed: bool) -> tuple[float, float]:
-    """Return bounds of the mass of a run between two points; ``closed``: there is none below."""
+    """Return bounds of the mass of a run in an interval; ``closed``: there is no mass below it."""
     low_least, low_most = (0.0, 0.0) if closed else _below(run, low)
     high_least, high_most = _below(run, high)
     return max(0.0, high_least - low_most), high_most - low_least

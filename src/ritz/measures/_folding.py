@@ -1,4 +1,4 @@
-"""Fold batch norm into the layers before it: the same function with fewer parameters."""
+"""``fold_batch_norm``: fold batch norm into the layers before it."""
 
 import copy
 from collections import Counter
@@ -27,8 +27,8 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
         \qquad S = \operatorname{diag}\frac{\gamma}{\sqrt{v + \epsilon}}
 
     The copy has the same outputs as the model in eval mode, to roundoff, and an identity in place
-    of each batch norm. A model with batch norm does not change when the layer before it is scaled,
-    but its curvature does. Fold batch norm before you compare eigenvalues of networks.
+    of each batch norm. Scaling the layer before a batch norm does not change the function of the
+    model, but its curvature. So fold batch norm before you compare eigenvalues of networks.
 
     Batch norm is folded into a convolution, transposed convolution or linear layer if its input is
     the output of that layer, perhaps through identities and dropout, and nothing else uses the
@@ -48,7 +48,7 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     with evaluating(folded, batch_statistics=False):
         before = dict(_pairs(folded, ""))
     modules = dict(folded.named_modules())
-    # All are checked before any is folded.
+    # Check all of them before any is folded.
     pairs: list[tuple[Layer, _BatchNorm]] = []
     reasons: dict[str, str] = {}
     for name, norm in batch_norms(folded).items():
@@ -105,7 +105,8 @@ def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
     )
     for name, layers in sources.items():
         first = layers[0]
-        # Every call of the batch norm follows a call of one layer, and every call of that layer.
+        # Every call of the batch norm must follow a call of one layer, which is not called
+        # elsewhere.
         if first and set(layers) == {first} and len(layers) == uses[first] == uses[name]:
             yield prefix + name, prefix + first
 
@@ -128,7 +129,7 @@ def _obstacle(model: nn.Module, layer: Layer, norm: _BatchNorm) -> str:
     features = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     if features != norm.num_features:
         return f"the {kind} before it has {features} outputs, not {norm.num_features}"
-    # A tensor that other layers share would be scaled for them as well.
+    # If other layers share a tensor, it would be scaled for them too.
     weights = {id(tensor) for tensor in layer.parameters()}
     every = model.named_parameters(remove_duplicate=False)
     if sum(id(tensor) in weights for _, tensor in every) > len(weights):

@@ -1,4 +1,4 @@
-"""Noise of mini-batch gradients: noise scales, with and without the Hessian."""
+"""``gradient_noise``: noise scales of mini-batch gradients, with and without the Hessian."""
 
 import math
 from collections.abc import Iterator
@@ -17,22 +17,23 @@ from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
-from ritz.measures._curvature_noise import checked_group_size, random_groups, unseen_by
+from ritz.measures._groups import choose_group_size, group_error_factor, random_groups
 from ritz.operators import LinearOperator
 from ritz.spectra import trace
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Sizes of the work of :func:`gradient_noise`."""
+    """Memory of :func:`gradient_noise`."""
 
-    # Entries of the gradients of all groups that are stored: 128 MiB of float32. Above that they
-    # are computed again for each of four passes.
+    # The gradients of all groups are stored if they have at most this many entries, 128 MiB of
+    # float32. Otherwise they are computed again in each of four passes.
     stored: int = 2**25
 
 
 TUNING = Tuning()
-# Columns at once of a matrix of the size of the groups: a pass over all gradients serves them all.
+# Block size of products with the matrix of the groups: each product needs two passes over all
+# gradients, whatever the number of columns.
 WIDTH = 64
 
 
@@ -93,19 +94,19 @@ def gradient_noise(
         B = \frac{\operatorname{tr}(H \Sigma)}{g^\top H g}, \quad
         \Sigma = \frac{1}{N} \sum_i (g_i - g)(g_i - g)^\top
 
-    A step along the gradient of a batch of :math:`b` samples gains :math:`1 / (1 + B/b)` of what a
-    step along :math:`g` gains, each with its best learning rate. Larger batches than :math:`B` save
-    few steps.
+    With the best learning rates, a step along the gradient of a batch of :math:`b` samples reduces
+    the loss by the fraction :math:`1 / (1 + B/b)` of a step along :math:`g`. Batches larger than
+    :math:`B` save few steps.
 
-    The gradients :math:`\bar g_j` of :math:`M` random disjoint groups of ``c`` samples stand for
-    those of samples: with the deviations :math:`d_j = \bar g_j - \bar g`,
-    :math:`\hat \Sigma = \tfrac{N - 1}{N} \tfrac{c}{M - 1} \sum_j d_j d_j^\top` is unbiased. For
-    ``c = 1`` it *is* :math:`\Sigma`. :math:`\operatorname{tr}(H \hat \Sigma)` is the trace of a
+    :math:`\Sigma` is estimated from the gradients :math:`\bar g_j` of :math:`M` random disjoint
+    groups of ``c`` samples. With the deviations :math:`d_j = \bar g_j - \bar g`,
+    :math:`\hat \Sigma = \tfrac{N - 1}{N} \tfrac{c}{M - 1} \sum_j d_j d_j^\top` is unbiased, and for
+    ``c = 1`` equal to :math:`\Sigma`. :math:`\operatorname{tr}(H \hat \Sigma)` is the trace of a
     matrix of size :math:`M`, estimated by XTrace.
 
     Cost: ``2 num_probes + 1`` products with the matrix, and two gradients of all data. If the
-    gradients of all groups have more than :math:`2^{25}` entries, they are not stored, which takes
-    six gradients instead of two.
+    gradients of all groups have more than :math:`2^{25}` entries, they are not stored, and six
+    gradients are needed instead of two.
 
     Args:
         risk: The loss at a point, a mean over samples (which is checked). Batch norm must not be in
@@ -137,12 +138,12 @@ def noise_of(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> GradientNoise:
-    """Return :func:`gradient_noise` with a matrix whose products have been prepared already."""
+    """Return :func:`gradient_noise` of an existing operator, to reuse its traced products."""
     risk = op.risk
     risk.require_separable("gradient_noise()")
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
-    group_size = checked_group_size(group_size, count)
+    group_size = choose_group_size(group_size, count)
     check_count("num_probes", num_probes, low=2)
     generator = resolve_generator(generator)
     groups = random_groups(risk, group_size, generator)
@@ -154,13 +155,13 @@ def noise_of(
     product = column_dots(gradient[:, None], op.matmat(gradient[:, None]))
     square = _exact(column_dots(gradient[:, None], gradient[:, None]), risk, "|g|^2")
     along = _exact(product.cpu() / square.mean, risk, "g'Hg / |g|^2", products=1)
-    unseen = unseen_by(groups, count)  # 0 with single samples, of which Sigma is exact
+    unseen = group_error_factor(groups, count)  # 0 with single samples, of which Sigma is exact
     method = "single samples" if group_size == 1 else f"{groups.num_batches} random groups"
     variance = _variance(deviations, scale, unseen, method, generator)
     # tr(H Sigma) = tr(scale D'HD), of order M instead of P
     noise = trace(
         _NoiseOperator(op, deviations, scale),
-        # The matrix has as many rows as there are groups.
+        # More probes than rows are of no use.
         num_probes=min(num_probes, groups.num_batches),
         generator=generator,
     )
@@ -245,7 +246,7 @@ class _NoiseOperator(LinearOperator):
         self._op, self._deviations, self._scale = op, deviations, scale
 
     def _matmat(self, block: Tensor) -> Tensor:
-        # (D'HD) s = D'(H (D s)), in blocks that suit the operator
+        # (D'HD) s = D'(H (D s)), in blocks of the operator
         vectors = self._deviations.combine(block)
         image = [self._op.matmat(part) for part in vectors.split(self._op.block_size, 1)]
         return self._deviations.project(torch.cat(image, 1)).mul_(self._scale)

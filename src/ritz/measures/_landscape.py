@@ -1,4 +1,4 @@
-"""Loss and accuracy along directions in weight space, and on planes of two of them."""
+"""``landscape`` and ``landscape2d``: loss and accuracy along directions and on planes."""
 
 import math
 import os
@@ -13,10 +13,11 @@ from ritz._core.checks import check_choice, check_count, check_finite, check_pos
 from ritz._core.journal import Journal
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, probes, resolve_generator
+from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import num_correct
+from ritz.measures._groups import random_vectors
 from ritz.spectra import Spectrum
 
 # ------------------------------------------------------------------------------------------
@@ -28,8 +29,8 @@ Directions = Spectrum | Tensor | Mapping[str, Tensor]
 def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
     """Return the Ritz vectors ``(P,)`` of the largest, smallest and smallest-magnitude values.
 
-    Their names are ``largest``, ``smallest`` and ``smallest magnitude``. If one vector belongs to
-    two names, it is returned under the first only. Vectors have unit length and an arbitrary sign.
+    Their names are ``largest``, ``smallest`` and ``smallest magnitude``. A vector with two of these
+    names is returned under the first only. Vectors have unit length and an arbitrary sign.
 
     Args:
         spectrum: A spectrum with vectors: ``ritz.lanczos(op, num_steps=..., vectors=True)``.
@@ -46,7 +47,7 @@ def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
         "smallest": 0,
         "smallest magnitude": int(spectrum.values.abs().argmin()),
     }
-    # By index: earlier names replace later ones, so that a vector has the first of its names.
+    # In reverse order, so that a vector gets the first of its names.
     names = {index: name for name, index in reversed(chosen.items())}
     indices = {name: index for name, index in chosen.items() if names[index] == name}
     return {name: spectrum.vectors[:, index].clone() for name, index in indices.items()}
@@ -65,24 +66,15 @@ def random_direction(risk: Risk, *, generator: torch.Generator | None = None) ->
     return unit
 
 
-def random_vectors(
-    risk: Risk, count: int, generator: torch.Generator, *, kind: Probe = "gaussian"
-) -> Tensor:
-    """Return random vectors ``(P, count)`` in weight space, of the dtype of the weights."""
-    theta = risk.theta
-    shape = (len(theta), count)
-    return probes(shape, kind=kind, generator=generator, dtype=theta.dtype, device=theta.device)
-
-
 def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:
     r"""Return a direction ``(P,)`` whose filters have the norms of the filters of the weights.
 
     .. math:: d_{l,j} \leftarrow \frac{\|\theta_{l,j}\|}{\|d_{l,j}\|} d_{l,j}
 
     for each filter :math:`j` of each layer :math:`l`. A filter is a slice along the first axis of a
-    parameter with two or more axes, such as a row of a linear layer. The landscape then does not
-    change when a filter is rescaled and batch norm or the next layer undoes it. A filter that is
-    zero in the direction or in the weights is zero in the result, and so are biases, scales and
+    parameter with two or more axes, such as a row of a linear layer. The landscape is then
+    invariant to the scale of a filter that batch norm or the next layer compensates. A filter that
+    is zero in the direction or in the weights is zero in the result. So are biases, scales and
     shifts, which have no filters.
 
     Args:
@@ -91,7 +83,6 @@ def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:
 
     Reference: Li, Xu, Taylor, Studer and Goldstein (2018), section 4.
     """
-    # In the layout of the weights, so that filters are slices of their tensors.
     check_direction("direction", direction, risk)
     weights, parts = risk.params, {}
     for name, part in risk.space.unflatten(direction).items():
@@ -367,7 +358,7 @@ def _along(
         raise ValueError(f"test must have the parameters of risk, got {test} and {risk}")
     mode = batch_norm or risk.batch_norm
     risk = risk.with_batch_norm(mode)
-    # Each risk has a mode, except that statistics are recomputed for both, on the training data.
+    # "recomputed" takes the statistics of the training data for both risks.
     if test is not None and (batch_norm is not None or mode == "recomputed"):
         test = test.with_batch_norm("eval" if mode == "recomputed" else mode)
     settings |= {"points": list(shape), "risk": repr(risk), "weights": risk.theta}
@@ -378,7 +369,7 @@ def _along(
     # The points of an interrupted call.
     rows: list[Row] = journal.load() or []
     if rows:
-        # Losses alone: on a GPU a sample may change sides by roundoff.
+        # Compare losses only: on a GPU, roundoff may change the accuracy.
         again, last = _row(risk, test, point(len(rows) - 1))[::2], rows[-1][::2]
         journal.check_repeats("loss at the last point", again, last, dtype=risk.theta.dtype)
     with tracking(progress, "landscape", math.prod(shape)) as bar:
@@ -387,7 +378,7 @@ def _along(
             bar.update(len(rows), f"loss {rows[-1][0]:.4g}")
             if journal.due():
                 journal.save(rows, step=len(rows))
-    # Points by quantities to quantities by points, in the order of Row.
+    # Transpose: one tensor per quantity, in the order of Row.
     columns = zip(*rows, strict=True)
     loss, *rest = (torch.tensor(each, dtype=torch.float64).reshape(shape) for each in columns)
     # If the first point has no accuracy, none has.
@@ -416,12 +407,12 @@ def _row(risk: Risk, test: Risk | None, theta: Tensor) -> Row:
 
 
 def _values(risk: Risk, statistics: dict[str, Tensor]) -> Row:
-    """Return loss and accuracy by one forward pass, with other statistics of batch norm if any."""
+    """Return loss and accuracy by one forward pass; ``statistics`` replace those of batch norm."""
     # Summed in float64 over batches, and over processes by one reduction.
     sums = torch.zeros(3, dtype=torch.float64, device=risk.theta.device)
     with torch.no_grad(), risk.settings():
         for _, context, weight in risk.contexts():
-            if statistics:  # of the same weights on the training data
+            if statistics:
                 context = replace(context, constants=context.constants | statistics)
             outputs, target = risk.evaluate(risk.params, context)
             loss = weight * float(risk.adapter.loss(outputs, target))

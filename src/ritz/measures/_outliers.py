@@ -1,4 +1,4 @@
-"""Bulk and outliers of a spectrum, and the overlap of the gradient with leading eigenvectors."""
+"""``bulk_edge``: bulk and outliers of a spectrum; ``gradient_overlap`` with its eigenvectors."""
 
 import math
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ KAPPA = 5.0
 class Tuning:
     """When a Ritz value counts as a single eigenvalue, apart from the bulk."""
 
-    # Residual over the gap to the next Ritz value below which a value has converged.
+    # A Ritz value has converged if its residual is below this fraction of the gap to the next one.
     converged: float = 0.01
-    # A single eigenvalue has the weight z^2 / P with normal z. z^2 exceeds this once in 1,000.
+    # A single eigenvalue has the weight z^2 / P with normal z, and z^2 exceeds this number with
+    # probability 0.001.
     weight: float = 10.8
 
 
@@ -92,27 +93,27 @@ def bulk_edge(
 ) -> BulkEdge:
     r"""Return the edges of the bulk of a spectrum, and the outliers beyond it.
 
-    Three answers, from the most to the least careful:
+    There are three criteria, from the most to the least reliable:
 
     - *Ritz weights*: a single eigenvalue has the weight :math:`z^2/P`, :math:`z` normal, in a
       random start vector. The bulk ends, on either side of the heaviest Ritz value, before the
       first whose weight is below :math:`1/P`, or which has converged and whose weight is that of
       a single eigenvalue with probability 0.999.
-    - *law of the noise*: samples that differ give a bulk even to a matrix without one. With
-      homogeneous noise of :math:`P \sigma^2` per sample it is a semicircle of radius
-      :math:`2 \sqrt{P \sigma^2 / B}` around the mean eigenvalue; for a sum of ``B`` random
-      matrices of rank one it is the Marchenko-Pastur law, :math:`s (1 \pm \sqrt{P/B})^2`. The
-      largest eigenvalue of noise of order ``P`` exceeds the edge by the Tracy-Widom law.
+    - *law of the noise*: differences between samples cause a bulk. For homogeneous noise of
+      :math:`P \sigma^2` per sample it is a semicircle of radius :math:`2 \sqrt{P \sigma^2 / B}`
+      around the mean eigenvalue. For a sum of ``B`` random matrices of rank one it is the
+      Marchenko-Pastur law with the edges :math:`s (1 \pm \sqrt{P/B})^2`. The Tracy-Widom law
+      describes by how much the largest eigenvalue of the noise exceeds the edge.
     - *crude*: :math:`5 \operatorname{tr} H / P`.
 
-    An outlier lies beyond the first and, if the noise is given, beyond the second with its margin.
-    No products are used.
+    An outlier lies beyond the first edge and, if the noise is known, beyond the second edge plus
+    its margin. Cost: no products.
 
     Args:
         spectrum: Lanczos runs from random start vectors; weights of several are averaged.
         variance: :math:`P \sigma^2` of single samples; see :func:`curvature_variance`. Needed for
             ``semicircle``.
-        batch_size: Samples ``B`` behind the matrix.
+        batch_size: Number ``B`` of samples of which the matrix is a mean.
         law: ``semicircle`` (additive noise) or ``marchenko_pastur`` (a positive semi-definite
             matrix).
         level: Quantile of the Tracy-Widom law that is the margin.
@@ -130,18 +131,18 @@ def bulk_edge(
         check_range("variance", noise, low=0.0)
     if batch_size is not None:
         check_count("batch_size", batch_size)
-    # The bulk is what all runs show: the intersection of their intervals.
+    # The bulk is the intersection of the intervals of all runs: in some of them an outlier may have
+    # a large weight by chance.
     edges = torch.tensor([_edges(run) for run in runs], dtype=torch.float64)
-    # An outlier that has a large weight by chance looks like the bulk in that run alone.
     lower, upper = float(edges[:, 0].max()), float(edges[:, 1].min())
     first = runs[0]
     centre, error = _centre(runs, lower, upper)
     low, high, margin = _noise_edges(law, centre, noise, batch_size, first.dimension, level)
-    # The law is no better known than its centre.
+    # Add the error of the centre of the law.
     margin += 2 * error
     inside = (first.values >= lower) & (first.values <= upper)
     outside = ~inside
-    # Comparisons with NaN are false: without a law nothing is near.
+    # Without a law the edges are NaN, and no value is near.
     near = outside & (first.values >= low - margin) & (first.values <= high + margin)
     # tr H / P = sum_k tau_k theta_k for one unit start vector.
     means = torch.stack([run.weights @ run.values for run in runs])
@@ -271,11 +272,11 @@ def gradient_overlap(
     .. math:: L(\theta - \alpha g) - L(\theta) = -\alpha \|g\|^2 \Big(1 - \frac{\alpha}{2}
         \sum_i \lambda_i (\varphi_i^\top \hat g)^2\Big) + O(\alpha^3)
 
-    A step along the gradient lowers the loss, to second order, while :math:`\alpha` is below two
-    over the curvature along it. That is far above :math:`2 / \lambda_1` where the gradient has no
-    part in the leading eigenvectors.
+    To second order, a step along the gradient lowers the loss if :math:`\alpha` is below two over
+    the curvature along it. This is far above :math:`2 / \lambda_1` if the gradient is nearly
+    orthogonal to the leading eigenvectors.
 
-    Cost: a gradient and one product.
+    Cost: one gradient and one product.
 
     Args:
         risk: The loss at a point.
@@ -287,13 +288,7 @@ def gradient_overlap(
     Reference: *Spectral Machine Learning*, equation 5.34, with its sign corrected.
     """
     check_risk(risk)
-    if not isinstance(pairs, Eigenpairs | Spectrum):
-        raise TypeError(
-            f"pairs must be a result of eigenpairs() or lanczos(), got {type(pairs).__name__}"
-        )
-    if pairs.vectors is None:
-        raise ValueError("pairs must have vectors: pass vectors=True to eigenpairs() or lanczos()")
-    theta = risk.theta
+    vectors, theta = check_pairs(pairs), risk.theta
     g = risk.gradient() if gradient is None else gradient
     check_tensor("gradient", g, dtype=theta.dtype, device=theta.device, rows=len(theta))
     check_finite("gradient", g)
@@ -304,12 +299,12 @@ def gradient_overlap(
     # Eigenpairs ascend; the largest eigenvalues come first here.
     order = pairs.values.argsort(descending=True)
     values, errors = pairs.values[order], vector_errors(pairs)[order]
-    cosines = (pairs.vectors.T @ unit).double().cpu()[order]
+    cosines = (vectors.T @ unit).double().cpu()[order]
     overlaps = cosines.square()
     # An eigenvector off by an angle of sine s changes a cosine c by at most s.
     slack = 2 * cosines.abs() * errors + errors.square()
-    # The curvature along the gradient, g'Hg / |g|^2, of which the eigenvectors explain
-    # sum_i lambda_i (phi_i'g)^2 / |g|^2
+    # The curvature along the gradient is g'Hg / |g|^2. Its part in the span of the eigenvectors is
+    # sum_i lambda_i (phi_i'g)^2 / |g|^2.
     column = unit[:, None]
     curvature = float(column_dots(column, curvature_operator(risk, matrix).matmat(column)))
 
@@ -327,6 +322,17 @@ def gradient_overlap(
         gradient_norm=norm,
         matrix=matrix,
     )
+
+
+def check_pairs(pairs: Eigenpairs | Spectrum) -> Tensor:
+    """Return the vectors ``(P, k)`` of Ritz pairs; raise if there are none."""
+    if not isinstance(pairs, Eigenpairs | Spectrum):
+        raise TypeError(
+            f"pairs must be a result of eigenpairs() or lanczos(), got {type(pairs).__name__}"
+        )
+    if pairs.vectors is None:
+        raise ValueError("pairs must have vectors: pass vectors=True to eigenpairs() or lanczos()")
+    return pairs.vectors
 
 
 def vector_errors(pairs: Eigenpairs | Spectrum) -> Tensor:

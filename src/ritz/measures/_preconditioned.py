@@ -1,4 +1,4 @@
-"""Curvature as an adaptive optimiser sees it: scaled by the square roots of its divisors."""
+"""Curvature preconditioned by an adaptive optimiser: scaled by the roots of its divisors."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,11 +12,12 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, stderr
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
-from ritz.measures._curvature_noise import checked_group_size, contrasts, random_groups, unseen_by
+from ritz.measures._groups import choose_group_size, contrasts, group_error_factor, random_groups
+from ritz.measures._outliers import check_pairs
 from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs
 
-# Residual relative to the norm: the error of the eigenvalue is of the order of its square.
+# Relative residual of the eigenvector. The error of the eigenvalue is of the order of its square.
 RTOL = 0.01
 
 
@@ -116,9 +117,6 @@ def preconditioned_curvature(
     root = divisor.rsqrt()[:, None]
     scaled = scaled_operator(curvature_operator(risk, matrix), root[:, 0])
     pairs = eigenpairs(scaled, largest=1, rtol=RTOL, generator=generator)
-    vectors = pairs.vectors
-    if vectors is None:
-        raise ValueError("eigenpairs must have vectors")
     top = Estimate.exact(
         pairs.values[-1],
         method="largest Ritz value of the preconditioned matrix",
@@ -128,11 +126,11 @@ def preconditioned_curvature(
         seed=pairs.seed,
     )
     count = sum(risk.batch_rows)
-    size = checked_group_size(None, count)
+    size = choose_group_size(None, count)
     groups = random_groups(risk, size, generator)
     # With y_j = D^{-1/2} H_j D^{-1/2} phi the contrasts sum to that of |y_j - mean|^2:
     # V = (N - 1)/N g/(M - 1) sum_j |y_j - mean|^2, whose M - 1 contrasts are averaged.
-    gaps = contrasts(groups, root * vectors[:, -1:], matrix, root=root)[:, 0]
+    gaps = contrasts(groups, root * check_pairs(pairs)[:, -1:], matrix, root=root)[:, 0]
     samples = gaps * (size * (count - 1) / count)
     along = Estimate.of(samples, method=f"{groups.num_batches} random groups", num_products=1)
-    return top, replace(along, stderr=stderr(samples) * unseen_by(groups, count))
+    return top, replace(along, stderr=stderr(samples) * group_error_factor(groups, count))

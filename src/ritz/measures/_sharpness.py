@@ -1,4 +1,4 @@
-"""Sharpness: norms, trace, negative mass and rank of the curvature, in every batch-norm mode."""
+"""``sharpness``: norms, trace, negative mass and rank of the curvature, by batch-norm mode."""
 
 import math
 import os
@@ -20,129 +20,15 @@ from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary, check_risk
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
-from ritz.measures._landscape import random_vectors
+from ritz.measures._groups import random_vectors
 from ritz.measures._outliers import vector_errors
 from ritz.operators import exact
 from ritz.spectra import Spectrum, lanczos_block
 from ritz.spectra._shared import least_frobenius_norm, negative_values
 
-# ------------------------------------------------------------------------------------------
-# Traces of functions from the Lanczos runs of several probes, with simple eigenvalues counted
-# exactly.
-
-Function = Callable[[Spectrum], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """When an eigenvalue counts as simple and as found by every probe."""
-
-    # Largest sine of the angle from a Ritz vector to its eigenvector. With 1e-3 the cases of
-    # tests/measures/test_outliers.py no longer all hold.
-    converged: float = 1e-4
-    # Difference that roundoff may make in the part of a probe along a Ritz vector, where entries of
-    # the probe are of order one.
-    roundoff: float = 1e-4
-    # Other directions have parts of the same order in the angles, of which four standard deviations
-    # are allowed.
-    deviations: float = 4.0
-
-
-TUNING = Tuning()
-
-
-def traces(runs: Sequence[Spectrum], functions: Sequence[Function]) -> tuple[Tensor, int]:
-    r"""Return samples ``(f, k)`` of :math:`\operatorname{tr} f(A)`, and how many were split off.
-
-    .. math:: \operatorname{tr} f(A) = \sum_{k \in S} f(\theta_k) + (n - |S|)\, \mathbb{E}\,
-        \frac{\sum_{k \notin S} \tau_k f(\theta_k)}{\sum_{k \notin S} \tau_k}
-
-    with :math:`S` the simple eigenvalues that every probe has found. A probe minus its part in
-    their directions, normalised again, is a uniform probe of the remaining space. Plain quadrature
-    multiplies :math:`f(\theta_k)` by :math:`n \tau_k`, which has mean one and a :math:`\chi^2`
-    distribution of one degree of freedom: a standard deviation of :math:`\sqrt 2` on a number that
-    is known. If a few eigenvalues hold most of the trace of a function, that is nearly all of the
-    error.
-
-    The formula holds for a fixed :math:`S`. An eigenvalue is in :math:`S` if all probes have found
-    it, which is more likely if its weights are large. If it is just converging, the mean over two
-    or three probes was seen to be biased by a fraction of a standard error.
-
-    Cost: no products.
-
-    Args:
-        runs: One run per probe, with all values and weights; the first with the cosines of all
-            start vectors.
-        functions: Functions from a run to :math:`f` at its values, ``(m,)``.
-    """
-    places = simple_eigenvalues(runs)
-    samples = [
-        torch.stack([_sample(run, chosen, function(run)) for function in functions])
-        for run, chosen in zip(runs, places, strict=True)
-    ]
-    return torch.stack(samples, 1), places.shape[1]
-
-
-def simple_eigenvalues(runs: Sequence[Spectrum]) -> Tensor:
-    r"""Return the indices ``(k, s)``, in each run, of the simple eigenvalues that all have found.
-
-    A run finds an eigenvalue once, whatever its multiplicity, as the projection of its start vector
-    onto the eigenspace. If that space is a line, every other start vector has the part
-    :math:`|z_j^\top u| / \|z_j\| = \sqrt{\tau_j}` along the Ritz vector :math:`u` of the first
-    run. In a plane the two projections are at a random angle. So two probes suffice, except that
-    they take about one double eigenvalue in a hundred for simple; three hardly ever do.
-
-    Args:
-        runs: One run per probe. Without the cosines of all start vectors in the first, no
-            eigenvalue is returned.
-    """
-    first, others = runs[0], runs[1:]
-    if first.cosines is None or not others:
-        return torch.empty(len(runs), 0, dtype=torch.int64)
-    angles = [vector_errors(run) for run in runs]
-    simple = []
-    # Candidates are the converged values of the first run; every other run must confirm them.
-    for index in (angles[0] <= TUNING.converged).nonzero()[:, 0].tolist():
-        nearest = [int((run.values - first.values[index]).abs().argmin()) for run in others]
-        places = [index, *nearest]
-        if all(_same(runs, angles, places, other) for other in range(1, len(runs))):
-            simple.append(places)
-    return torch.tensor(simple, dtype=torch.int64).reshape(-1, len(runs)).T
-
-
-def _sample(run: Spectrum, chosen: Tensor, at: Tensor) -> Tensor:
-    rest = run.weights.clone()
-    rest[chosen] = 0
-    left, mass = run.dimension - len(chosen), rest.sum()
-    # (n - |S|) sum tau f / sum tau over the rest. Not by BLAS, whose last bit depends on where in
-    # memory a run was read to.
-    sampled = left * (rest * at).sum() / mass if left and mass > 0 else torch.zeros_like(mass)
-    return at[chosen].sum() + sampled
-
-
-def _same(
-    runs: Sequence[Spectrum], angles: Sequence[Tensor], places: Sequence[int], other: int
-) -> bool:
-    """Return whether a run's value is that of the first run, with a one-dimensional eigenspace."""
-    first, run, here, there = runs[0], runs[other], places[0], places[other]
-    # An eigenvalue lies within the residual of each Ritz value: both may have found the same one.
-    gap = abs(float(first.values[here] - run.values[there]))
-    if not is_below(gap, float(first.residuals[here] + run.residuals[there])):
-        return False
-    if first.cosines is None or not is_below(float(angles[other][there]), TUNING.converged):
-        return False
-    # On a line |z'u| / |z| = sqrt(tau).
-    along = abs(float(first.cosines[other, here]))
-    part = math.sqrt(float(run.weights[there]))
-    slack = TUNING.deviations * float(angles[0][here] + angles[other][there])
-    return is_below(abs(along - part) * math.sqrt(run.dimension), TUNING.roundoff + slack)
-
-
-# ------------------------------------------------------------------------------------------
-# Sharpness: norms, trace, negative mass and rank of the curvature, in every batch-norm mode.
-
 # Their traces are tr H, |H|_F^2, the number of negative eigenvalues, and the number of those that
 # may be negative.
+Function = Callable[[Spectrum], Tensor]
 _FUNCTIONS: tuple[Function, ...] = (
     lambda run: run.values,
     lambda run: run.values.square(),
@@ -254,8 +140,8 @@ def sharpness(
     All numbers of a row come from the same Lanczos runs with Ritz values :math:`\theta_k` and
     weights :math:`\tau_k`: :math:`\operatorname{tr} H = P\, \mathbb{E} \sum_k \tau_k \theta_k`,
     :math:`\|H\|_F^2 = P\, \mathbb{E} \sum_k \tau_k \theta_k^2`. An exact trace is used if the
-    operator has one. Simple eigenvalues that all probes have found are counted exactly, which
-    reduces the variance. All rows use the same start vectors.
+    operator has one. Simple eigenvalues that have converged in the runs of all probes are counted
+    exactly, which reduces the variance. All rows use the same start vectors.
 
     Cost: ``num_steps * num_probes`` products per row, a gradient and a forward pass per mode, and
     the exact trace, if there is one (a backward pass for each output). Memory: ``num_steps + 4``
@@ -270,11 +156,11 @@ def sharpness(
         batch_norm: Mode or modes. Defaults to ``eval`` (``recomputed`` if the risk has that mode)
             and ``train``. The mode ``train`` needs a risk whose batch size is known. A model
             without batch norm has one row per matrix.
-        block_size: Probes per block. Defaults to what suits the operator.
+        block_size: Probes per block. Defaults to the block size of the operator.
         engine: ``linearized`` (traced once), ``eager``, or ``auto``, which prefers the first.
-        max_products: At most this many products in all rows together. If that is too few, each row
-            has fewer probes, and with a single probe fewer steps; its status then says so.
-            Defaults to as many as steps and probes need.
+        max_products: Maximum number of products of all rows together. If it is too small, each row
+            has fewer probes, and if one probe is too many, fewer steps. The status of the row then
+            says so. Defaults to no limit.
         state: File to resume from, and to save to every ``save_interval`` seconds; further files
             have names that begin with its name. They are not deleted at the end. A resumed
             computation gives the same result bit for bit (on the CPU). Raises ``ValueError`` if the
@@ -299,7 +185,7 @@ def sharpness(
     centres = _modes(risk, batch_norm)
     for _, centre in centres:
         for name in matrices:
-            operator(centre, name)  # what is not possible raises before the first product
+            operator(centre, name)  # raise before the first product if a matrix is not possible
     generator = resolve_generator(generator)
     num_rows = len(centres) * len(matrices)
     num_steps, num_probes, spent = _within(max_products, num_steps, num_probes, num_rows)
@@ -313,7 +199,7 @@ def sharpness(
         "weights": risk.theta,
         "start": start,
     }
-    # Otherwise the processes may do different things, and must not wait for each other.
+    # Without shared data the processes are independent, and must not wait for each other.
     together = risk.sharing != "none"
     parts = Parts(
         Journal(state, settings, interval=save_interval, group=risk.group, together=together)
@@ -343,12 +229,12 @@ def sharpness(
 def _within(
     max_products: int | None, num_steps: int, num_probes: int, num_rows: int
 ) -> tuple[int, int, Status | None]:
-    """Return steps and probes per row for a number of products, and a status if they are fewer."""
+    """Return steps and probes per row within ``max_products``, and a status if they are reduced."""
     if max_products is None:
         return num_steps, num_probes, None
     check_count("max_products", max_products, low=num_rows)
-    # Fewer probes give wider error bars. Fewer steps give a bias that no error bar shows, so
-    # steps are cut only if a single probe is too many.
+    # Fewer probes give wider error bars. Fewer steps give a bias that is not in the error bars, so
+    # steps are reduced only if one probe is too many.
     each = max_products // num_rows
     steps, probes = min(num_steps, each), min(num_probes, max(1, each // num_steps))
     if (steps, probes) == (num_steps, num_probes):
@@ -407,14 +293,14 @@ def _row(
     """Measure one matrix; each block of Lanczos runs is a part that can be resumed."""
     name, runs = f"{mode or 'none'}-{matrix}", list[Spectrum]()
     for index, block in enumerate(start.split(op.block_size, 1)):
-        # The cosines of all start vectors with the first run's Ritz vectors: they tell which of its
+        # The cosines of all start vectors with the Ritz vectors of the first run show which of its
         # values are simple eigenvalues.
         against = None if index or start.shape[1] == 1 else start
         width, num_steps = block.shape[1], run.keywords["num_steps"]
         bar = stages.stage(size=width * num_steps, weight=width)
         call = partial(run, op, start=block, against=against, progress=bar)
         runs += parts.get(f"{name}-{index}", call)
-    # This is a part as well: an exact trace may cost as much as a run.
+    # Save this as a part as well: an exact trace may cost as much as a run.
     labels = {"matrix": matrix, "batch_norm": mode}
     return parts.get(name, lambda state: _measure(op, runs, seed, **labels))
 
@@ -454,7 +340,7 @@ def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: A
         negative_mass=replace(negative.scaled(1 / size), truncation=undecided),
         degeneracy=rank_degeneracy(runs, matrix=labels["matrix"]),
         num_products=num_products,
-        # The row is exact only if every run has found an invariant space.
+        # The row is exact only if the space of every run is invariant.
         status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
     )
 
@@ -491,3 +377,112 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
         "  interval": f"[{low:.2g}, {high:.2g}]",
         "products": f"{row.num_products:,}",
     }
+
+
+# ------------------------------------------------------------------------------------------
+# Traces of functions from the Lanczos runs of several probes, with simple eigenvalues counted
+# exactly.
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """When an eigenvalue counts as simple and as converged in the run of every probe."""
+
+    # Largest sine of the angle from a Ritz vector to its eigenvector. With 1e-3 some cases of
+    # tests/measures/test_outliers.py fail.
+    converged: float = 1e-4
+    # Roundoff in the component of a probe along a Ritz vector, if entries of the probe are of order
+    # one.
+    roundoff: float = 1e-4
+    # The angles change this component by a random number, of which so many standard deviations are
+    # allowed.
+    deviations: float = 4.0
+
+
+TUNING = Tuning()
+
+
+def traces(runs: Sequence[Spectrum], functions: Sequence[Function]) -> tuple[Tensor, int]:
+    r"""Return samples ``(f, k)`` of :math:`\operatorname{tr} f(A)`, and the size of :math:`S`.
+
+    .. math:: \operatorname{tr} f(A) = \sum_{k \in S} f(\theta_k) + (n - |S|)\, \mathbb{E}\,
+        \frac{\sum_{k \notin S} \tau_k f(\theta_k)}{\sum_{k \notin S} \tau_k}
+
+    with the simple eigenvalues :math:`S` that have converged in the runs of all probes. A probe
+    minus its part in their directions, normalised again, is a uniform probe of the remaining space.
+    Plain quadrature multiplies :math:`f(\theta_k)` by :math:`n \tau_k`, which has a :math:`\chi^2`
+    distribution with mean one and standard deviation :math:`\sqrt 2`. If a few eigenvalues hold
+    most of the trace of a function, this is nearly all of the error.
+
+    The formula holds for a fixed :math:`S`. An eigenvalue is more likely to be in :math:`S` if its
+    weights are large. For eigenvalues that are just converging, the mean over two or three probes
+    was biased by a fraction of a standard error.
+
+    Cost: no products.
+
+    Args:
+        runs: One run per probe, with all values and weights; the first with the cosines of all
+            start vectors.
+        functions: Functions from a run to :math:`f` at its values, ``(m,)``.
+    """
+    places = simple_eigenvalues(runs)
+    samples = [
+        torch.stack([_sample(run, chosen, function(run)) for function in functions])
+        for run, chosen in zip(runs, places, strict=True)
+    ]
+    return torch.stack(samples, 1), places.shape[1]
+
+
+def simple_eigenvalues(runs: Sequence[Spectrum]) -> Tensor:
+    r"""Return the indices ``(k, s)``, in each run, of the simple eigenvalues converged in all runs.
+
+    A run has one Ritz vector per eigenvalue, whatever its multiplicity: the projection of the start
+    vector onto the eigenspace. If the eigenspace is a line, every other start vector has the
+    component :math:`|z_j^\top u| / \|z_j\| = \sqrt{\tau_j}` along the Ritz vector :math:`u` of the
+    first run. In a plane the two projections are at a random angle. With two probes about one
+    double eigenvalue in a hundred counts as simple by chance, with three hardly any.
+
+    Args:
+        runs: One run per probe. Without the cosines of all start vectors in the first, no
+            eigenvalue is returned.
+    """
+    first, others = runs[0], runs[1:]
+    if first.cosines is None or not others:
+        return torch.empty(len(runs), 0, dtype=torch.int64)
+    angles = [vector_errors(run) for run in runs]
+    simple = []
+    # Candidates are the converged values of the first run; every other run must confirm them.
+    for index in (angles[0] <= TUNING.converged).nonzero()[:, 0].tolist():
+        nearest = [int((run.values - first.values[index]).abs().argmin()) for run in others]
+        places = [index, *nearest]
+        if all(_same(runs, angles, places, other) for other in range(1, len(runs))):
+            simple.append(places)
+    return torch.tensor(simple, dtype=torch.int64).reshape(-1, len(runs)).T
+
+
+def _sample(run: Spectrum, chosen: Tensor, at: Tensor) -> Tensor:
+    rest = run.weights.clone()
+    rest[chosen] = 0
+    left, mass = run.dimension - len(chosen), rest.sum()
+    # (n - |S|) sum tau f / sum tau over the rest. Without BLAS, whose last bit depends on the
+    # memory alignment of a run that was read from a file.
+    sampled = left * (rest * at).sum() / mass if left and mass > 0 else torch.zeros_like(mass)
+    return at[chosen].sum() + sampled
+
+
+def _same(
+    runs: Sequence[Spectrum], angles: Sequence[Tensor], places: Sequence[int], other: int
+) -> bool:
+    """Return whether two runs have the same eigenvalue, with a one-dimensional eigenspace."""
+    first, run, here, there = runs[0], runs[other], places[0], places[other]
+    # An eigenvalue lies within the residual of each Ritz value, so the intervals must overlap.
+    gap = abs(float(first.values[here] - run.values[there]))
+    if not is_below(gap, float(first.residuals[here] + run.residuals[there])):
+        return False
+    if first.cosines is None or not is_below(float(angles[other][there]), TUNING.converged):
+        return False
+    # On a line |z'u| / |z| = sqrt(tau).
+    along = abs(float(first.cosines[other, here]))
+    part = math.sqrt(float(run.weights[there]))
+    slack = TUNING.deviations * float(angles[0][here] + angles[other][there])
+    return is_below(abs(along - part) * math.sqrt(run.dimension), TUNING.roundoff + slack)

@@ -1,4 +1,4 @@
-"""Learning rates and damping at which steps with a noisy curvature stay stable, in closed form."""
+"""Edges of stability, scaling rules, least damping and curvature ratio, in closed form."""
 
 import math
 from typing import Literal, get_args
@@ -35,9 +35,9 @@ def stable_rate(
     ============  =============================================
 
     With ``full``, each step has the curvature of another batch, with the mean :math:`\lambda` and
-    the variance :math:`v`, and :math:`\lambda' = \lambda + v / \lambda`. The mean square of the
-    weights stays finite below :math:`2 / \lambda'` for ``sgd``. Momentum sums the noise of many
-    batches and stands less of it:
+    the variance :math:`v`, and :math:`\lambda' = \lambda + v / \lambda`. For ``sgd`` the mean
+    square of the weights stays finite below :math:`2 / \lambda'`. Momentum sums the noise of many
+    batches, so its edge is lower:
 
     .. math:: \alpha < \frac{2 (1 + \rho)}{(1 - \tau) (\lambda + \kappa (\lambda' - \lambda))},
         \quad \kappa = \frac{1 + \rho}{1 - \rho}
@@ -51,8 +51,9 @@ def stable_rate(
     trains: networks move to flatter places, and train at a few times the edge.
 
     Args:
-        curvature: Curvature :math:`\lambda` of any shape, or :math:`\lambda'` if ``full`` is given.
-            Where it is not positive, no learning rate is unstable, and the result is infinite.
+        curvature: Curvature :math:`\lambda` of any shape, or :math:`\lambda'` if ``full`` is
+        passed.
+            The result is infinite where it is not positive, because no learning rate is unstable.
         optimizer: One of the table.
         momentum: Momentum :math:`\rho`, from 0 to 1; for ``adam`` it is :math:`\beta_1`.
         dampening: Dampening :math:`\tau` of heavy-ball momentum, as in ``torch.optim.SGD``.
@@ -74,11 +75,11 @@ def stable_rate(
     positive = curvature > 0
     safe = torch.where(positive, curvature, torch.ones_like(curvature))
     mean = safe if full is None else torch.as_tensor(full, dtype=torch.float64).expand_as(safe)
-    # Without positive curvature of all data, that of a batch counts as if it were the same in all.
-    # NaN stays NaN here, too.
+    # Without positive curvature of all data, treat the curvature of a batch as that of all batches.
+    # NaN remains NaN.
     noise = torch.where(mean <= 0, 0.0, (safe / mean - 1).clamp(min=0.0))
     rate = _unit_rate(noise, optimizer, momentum, dampening) * (1 + noise) / safe
-    # NaN stays NaN: only a curvature that is known to be zero or negative has no edge.
+    # NaN remains NaN: the edge is infinite only if the curvature is known not to be positive.
     return torch.where(positive | curvature.isnan(), rate + 0 * curvature, torch.inf)
 
 
@@ -107,10 +108,11 @@ def _unit_rate(
 
 
 def noise_weight(optimizer: OptimizerName, momentum: float) -> float:
-    r"""Return how much more the noise of batches limits the rate than for plain SGD.
+    r"""Return the weight of batch noise in the edge, relative to that for plain SGD.
 
-    With the variance ``n`` of a unit curvature, noise halves the edge at ``n = 1 / weight``:
-    exactly for heavy-ball momentum, and as the crossing of both limits for Nesterov's.
+    If a curvature of 1 has the variance ``n`` over batches, noise halves the edge at
+    ``n = 1 / weight``. This is exact for heavy-ball momentum. For Nesterov's momentum it is where
+    the limits of weak and of strong noise cross.
     """
     if momentum == 1:
         return math.inf
@@ -124,8 +126,8 @@ def noise_weight(optimizer: OptimizerName, momentum: float) -> float:
 
 
 def share_of_variance(batch_sizes: Tensor, num_samples: int) -> Tensor:
-    r"""Return :math:`1/b = (1/B - 1/N) N / (N - 1)`, the share of the variance that a batch has."""
-    # Batches are drawn without replacement: that of all samples has no noise.
+    r"""Return the variance of a batch over that of a sample, :math:`(1/B - 1/N) N / (N - 1)`."""
+    # Batches are drawn without replacement, so the batch of all samples has no noise.
     return (1 / batch_sizes.double() - 1 / num_samples) * (num_samples / max(1, num_samples - 1))
 
 
@@ -141,9 +143,10 @@ def additive_exponent(
 
     .. math:: e = \frac{x}{1 + x} \frac{N}{N - B}, \quad x = \frac{v}{b \lambda^2}
 
-    The noise :math:`v = V(\phi)` along the outlier shifts it at every size: the rule is linear for
-    small batches and flat for large ones. Homogeneous noise :math:`v = P \sigma^2` hides the
-    outlier in the semicircle for :math:`x > 1`, where the edge scales with the root of :math:`b`.
+    Noise :math:`v = V(\phi)` along the outlier shifts it at every batch size. The edge is linear in
+    the batch size for small batches and constant for large ones. Homogeneous noise
+    :math:`v = P \sigma^2` hides the outlier in the semicircle for :math:`x > 1`, where the edge
+    scales with the square root of :math:`b`.
 
     Args:
         curvature: The outlier :math:`\lambda`.
@@ -190,7 +193,7 @@ def multiplicative_exponent(
 
 
 def multiplicative_change(spike: Tensor, bulk: Tensor, *, num_parameters: int) -> Tensor:
-    r"""Return the batch size :math:`P / \theta` up to which the rule is nearly linear."""
+    r"""Return the batch size :math:`P / \theta` up to which the edge is nearly linear in it."""
     return num_parameters / (spike / bulk - 1)
 
 
@@ -206,9 +209,9 @@ def least_damping(
     .. math:: \delta > \frac{\alpha}{2} \max_\mu |\lambda_\mu|
         \min\Big(1, \frac{v}{\lambda_\mu^2}\Big)
 
-    :math:`v / \lambda^2` is the part of an eigenvector that the noise mixes into the rest of the
+    :math:`v / \lambda^2` is the part of an eigenvector that the noise rotates into the rest of the
     space, where a second-order method divides by the damping alone. The smallest outlier above the
-    threshold :math:`\sqrt v` governs, and :math:`\delta` is at most
+    threshold :math:`\sqrt v` determines the maximum, and :math:`\delta` is at most
     :math:`\tfrac{\alpha}{2} \sqrt v`. It is inversely proportional to the batch size.
 
     Args:

@@ -221,7 +221,7 @@ def trainable_rate(
         seed=generator.initial_seed(),
     )
     # Every trial passed or failed, so the limit lies outside of what was tried.
-    return estimate.judged(None, "start from another learning rate")
+    return estimate.with_status(None, "start from another learning rate")
 
 
 def check_maker(name: str, make: object) -> None:

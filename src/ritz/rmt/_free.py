@@ -1,4 +1,4 @@
-r"""Free sums and products: the spectrum of two large matrices in random position to each other.
+r"""Free sums and products: spectra of sums and products of large, randomly rotated matrices.
 
 For :math:`A + Q B Q^\top` and :math:`A^{1/2} Q B Q^\top A^{1/2}` with a uniform rotation Q, the
 spectrum of the result follows from those of A and B alone, by *subordination*: at every point z of
@@ -27,8 +27,8 @@ from ritz._core.checks import is_below
 from ritz._core.density import Atoms
 from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
-from ritz.rmt._laws import Law, MarchenkoPastur, as_upper, reflected
-from ritz.rmt._transforms import Band, Measure, Transformable, as_measure, fit_band
+from ritz.rmt._laws import Law, MarchenkoPastur
+from ritz.rmt._transforms import Band, Banded, Measure, Transformable, as_measure, fit_band
 
 Kind = Literal["sum", "product"]
 
@@ -37,33 +37,35 @@ Kind = Literal["sum", "product"]
 class Tuning:
     """Constants of the solver and of the representation by bands."""
 
-    # Imaginary parts of z, in widths of the support, from which the fixed point is continued to the
-    # real line: each is an attractive start for the next.
+    # Imaginary parts of z, in widths of the support. The fixed point at each height is the start
+    # for the next one, down to the real line.
     heights: tuple[float, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4, 1e-6, 1e-9, 1e-11, 1e-13)
-    # Steps at one height, each two iterations and an extrapolation. They stop at residuals of this
-    # fraction of the height, at the last two heights at roundoff.
+    # Maximum number of steps at one height; a step is two iterations and an extrapolation. They
+    # stop at a residual of `loose` times the height, and at the last two heights at `residual`.
     max_steps: int = 60
     loose: float = 1e-3
     residual: float = 1e-15
-    # Steps without progress after which the residual is at roundoff. At edges steps only halve it.
+    # After this many steps without progress the residual is roundoff. Near edges a step only halves
+    # the residual.
     patience: int = 12
-    # Residual in widths above which a point has lost its fixed point.
+    # Residual, in widths, above which the iteration has left the fixed point.
     lost: float = 1e-9
-    # Points at which the support is searched for bands. Between the last two heights the imaginary
-    # part of G stays the same inside a band and falls a hundredfold outside; at an atom it grows as
-    # much. Bisections find edges to 1e-13 widths.
+    # Number of points at which the support is searched for bands. From the last height but one to
+    # the last, the imaginary part of G is constant inside a band, falls by a factor of 100 outside,
+    # and grows by a factor of 100 at an atom. Bisections locate edges to 1e-13 widths.
     scan: int = 2001
     edge: float = 0.1
     atom: float = 20.0
     bisections: int = 36
-    # Nodes in a band, doubled until the last quarter of the cosine series is below this fraction.
+    # Largest number of nodes in a band. It is doubled until the last quarter of the cosine series
+    # is below this fraction of its largest coefficient.
     last_nodes: int = 2048
     tail: float = 1e-9
-    # Mass that may be missing from bands and atoms, and error of the fixed points.
+    # Largest mass that may be missing from bands and atoms, and largest error of the fixed points.
     mass: float = 1e-6
-    # Mass of a band below which it is roundoff.
+    # Mass below which a band is roundoff.
     least: float = 1e-13
-    # Points whose cosines are in memory at once.
+    # Number of points whose cosines are in memory at once.
     block: int = 8192
 
 
@@ -73,16 +75,16 @@ TUNING = Tuning()
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreeDensity(Law, HasStatus):
+class FreeDensity(Banded, Law, HasStatus):
     """The law of a free sum or product, as series over the bands of its support.
 
     Attributes:
         kind: ``sum`` or ``product``.
         parts: The two laws.
         bands: Bands of the continuous part, ascending.
-        points: Places of the atoms, ascending, ``(k,)``.
+        points: The atoms, ascending, ``(k,)``.
         masses: Masses of the atoms, ``(k,)``.
-        status: Whether the fixed points and the series converged, and the mass is complete.
+        status: Whether the fixed points and the series have converged, and the total mass is 1.
     """
 
     kind: Kind
@@ -91,31 +93,6 @@ class FreeDensity(Law, HasStatus):
     points: Tensor
     masses: Tensor
     status: Status
-
-    @property
-    def support(self) -> tuple[float, float]:
-        """The outer edges of bands and atoms."""
-        points = self.points.tolist()
-        lows = [band.low for band in self.bands] + points
-        return min(lows), max([band.high for band in self.bands] + points)
-
-    @property
-    def atoms(self) -> Atoms:
-        """Points of positive mass."""
-        return Atoms(self.points, self.masses)
-
-    def _moment(self, degree: int) -> float:
-        """Return the mean of a power, exactly for the series."""
-        total = float(self.masses @ self.points**degree)
-        return total + math.fsum(band.moment(degree) for band in self.bands)
-
-    def stieltjes(self, z: Tensor) -> Tensor:
-        """Return the Stieltjes transform of the series, also on the real line, from above."""
-        w = as_upper(z)
-        total = ((1 / (w[..., None] - self.points)) * self.masses).sum(-1)
-        for band in self.bands:
-            total = total + band.stieltjes(w)
-        return reflected(z, total)
 
     def __str__(self) -> str:
         low, high = self.support
@@ -128,7 +105,7 @@ class FreeDensity(Law, HasStatus):
         for band in self.bands:
             inside = (x > band.low) & (x < band.high)
             f = _angle(torch.where(inside, x, 0.5 * (band.low + band.high)), band)
-            # p(x) R sin f is the series; roundoff next to an edge may be negative.
+            # The series is p(x) R sin f. Roundoff next to an edge may make it negative.
             value = _cosines(f, band.waves) / (0.5 * (band.high - band.low) * torch.sin(f))
             total = total + torch.where(inside, value.clamp(min=0.0), 0.0)
         return total
@@ -155,8 +132,8 @@ def free_sum(first: Measure, second: Measure) -> FreeDensity:
         second: Law of :math:`B`.
 
     Returns:
-        :class:`FreeDensity`, with a ``status``. It is found at 2,000 points: bands or gaps much
-        narrower than that share of the support are missed, which the missing mass shows.
+        A :class:`FreeDensity`. Its bands are located on a grid of 2,000 points. Much narrower bands
+        or gaps are not resolved; the ``status`` reports the missing mass.
 
     Reference: Voiculescu (1986); *Spectral Machine Learning*, section 3.5.1.
 
@@ -211,7 +188,7 @@ def _free(kind: Kind, first: Transformable, second: Transformable) -> FreeDensit
     if high > low:
         for left, right in _edges(kind, parts, low, high):
             band, *errors = _band(kind, parts, left, right)
-            # The scan takes roundoff inside of a wide gap for a band, of a mass near 1e-18.
+            # Roundoff inside of a wide gap looks like a band with a mass near 1e-18.
             if is_below(band.mass, TUNING.least):
                 continue
             bands.append(band)
@@ -234,8 +211,8 @@ def _status(residual: float, tail: float, missing: float) -> Status:
 
 
 def _atoms(kind: Kind, first: Atoms, second: Atoms) -> Atoms:
-    # Points of masses m and m' with m + m' > 1 meet in a mass of m + m' - 1 (Bercovici and
-    # Voiculescu 1998): at most one pair of each has so much mass.
+    # Two atoms of masses m and m' with m + m' > 1 give an atom of mass m + m' - 1 (Bercovici and
+    # Voiculescu 1998).
     both = first.masses[:, None] + second.masses - 1
     i, j = (both > 1e-12).nonzero(as_tuple=True)
     x, y = first.points[i], second.points[j]
@@ -264,7 +241,7 @@ def _edges(
 
     angles = torch.linspace(0, math.pi, TUNING.scan, dtype=torch.float64)
     x = low + width * torch.sin(angles / 2).square()
-    # A point outside at each end, so that every band has two edges.
+    # Add a point outside of the support at each end, so that every band has two edges.
     x = torch.cat([x[:1] - 1e-3 * width, x, x[-1:] + 1e-3 * width])
     if kind == "product":
         x[0] = low  # 0 may be a hard edge, where the density is infinite
@@ -275,7 +252,7 @@ def _edges(
     left, right = x[changes], x[changes + 1]
     for _ in range(TUNING.bisections):
         middle = 0.5 * (left + right)
-        move = positive(middle) == rising  # towards the left end, if the middle is like the right
+        move = positive(middle) == rising  # the middle is on the same side of the edge as the right
         left, right = torch.where(move, left, middle), torch.where(move, middle, right)
     ends = (0.5 * (left + right)).tolist()
     return list(zip(ends[::2], ends[1::2], strict=True))
@@ -284,7 +261,7 @@ def _edges(
 def _band(
     kind: Kind, parts: tuple[Transformable, Transformable], low: float, high: float
 ) -> tuple[Band, float, float]:
-    """Return a band, the largest residual, and the size of the end of its series."""
+    """Return a band, the largest residual of its nodes, and the size of the tail of its series."""
     residuals = []
 
     def pdf(x: Tensor) -> Tensor:
@@ -306,13 +283,13 @@ def _solve(
     (a, b), (c, d) = parts[0].support, parts[1].support
     sizes = max(b - a, abs(a), abs(b)), max(d - c, abs(c), abs(d))
     width = sizes[0] + sizes[1] if kind == "sum" else sizes[0] * sizes[1]
-    # w lies where the first law does: in a product it has the size of z over that of the second.
+    # The scale of w is that of the first law: in a product, the scale of z over the second one's.
     unit = width if kind == "sum" else sizes[0]
     G, before, residual = _continue(kind, parts, z, width, unit, TUNING.heights)
-    # Where that lost the fixed point, in smaller steps
+    # Points that have left the fixed point are computed again with more heights.
     lost = (residual > TUNING.lost * unit).nonzero()[:, 0]
     if len(lost):
-        # Four heights per decade, without changing the last two, which edges are found by
+        # Four heights per decade. The last two stay the same, because they define edges.
         fine = [10 ** (-i / 4) for i in range(4 * 10)]
         again = _continue(kind, parts, z[lost], width, unit, (*fine, *TUNING.heights[-2:]))
         better = again[2] < residual[lost]
@@ -329,7 +306,7 @@ def _continue(
     unit: float,
     heights: tuple[float, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return G at the last height and at the one before, and residuals, from the first height."""
+    """Return G at the last height and the one before, and the residuals at the last height."""
     w = (z + 1j * width) * (unit / width)
     before = G = residual = w
     for height in heights:
@@ -354,11 +331,11 @@ def _fixed_point(
         better = error < residual[live]
         idle = torch.where(error < 0.9 * residual[live], 0, idle + 1)
         w[live[better]], residual[live[better]] = here[better], error[better]
-        # An extrapolation that has made it worse is taken back.
+        # An extrapolation that increased the residual is undone.
         worse = error > last
         twice = _map(kind, parts, z[live], once)
-        # w - (f(w) - w)^2 / (f(f(w)) - 2 f(w) + w), moved to where w lies: not below z in a sum,
-        # nor below the ray of z in a product
+        # w - (f(w) - w)^2 / (f(f(w)) - 2 f(w) + w), moved into the region of w: not below z in a
+        # sum, and not below the ray of z in a product
         leap = here - (once - here).square() / (twice - 2 * once + here)
         floor = z[live].imag * (1.0 if kind == "sum" else leap.abs() / z[live].abs())
         leap = torch.complex(leap.real, leap.imag.maximum(floor))
@@ -367,14 +344,14 @@ def _fixed_point(
         going = ~(residual[live] <= atol) & (idle < TUNING.patience)
         if not bool(going.any()):
             break
-        # Only points that have not converged go on.
+        # Continue with points that have not converged.
         live, idle = live[going], idle[going]
         here, plain, last = here[going], plain[going], last[going]
     return w, residual
 
 
 def _map(kind: Kind, parts: tuple[Transformable, Transformable], z: Tensor, w: Tensor) -> Tensor:
-    # D(w) = w - 1/G(w): the mean far away, with a negative imaginary part
+    # D(w) = w - 1/G(w) tends to the mean far away. Its imaginary part is negative.
     first = w - 1 / parts[0].stieltjes(w)
     if kind == "sum":
         other = z - first
@@ -384,7 +361,7 @@ def _map(kind: Kind, parts: tuple[Transformable, Transformable], z: Tensor, w: T
 
 
 def _angle(x: Tensor, band: Band) -> Tensor:
-    # x = c - R cos f as a half-angle, which keeps its digits at both edges
+    # x = c - R cos f, solved for f / 2, which is accurate at both edges
     return 2 * torch.atan2((x - band.low).clamp(min=0).sqrt(), (band.high - x).clamp(min=0).sqrt())
 
 
@@ -399,6 +376,6 @@ def _sines(f: Tensor, waves: Tensor) -> Tensor:
 
 
 def _series(f: Tensor, evaluate: Callable[[Tensor], Tensor]) -> Tensor:
-    # In blocks of points: all together would need (points, orders) of memory.
+    # In blocks of points, because all of them would need memory of size (points, orders).
     parts = [evaluate(part) for part in f.reshape(-1).split(TUNING.block)]
     return torch.cat(parts).reshape(f.shape)

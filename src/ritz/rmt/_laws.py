@@ -1,4 +1,4 @@
-"""Laws of eigenvalues of large random matrices: normal, semicircle and Marchenko-Pastur."""
+"""``Law``, the base class of laws of eigenvalues; normal, semicircle and Marchenko-Pastur laws."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,14 +19,14 @@ from ritz._core.storage import storable
 class Tuning:
     """Constants of the inversion of distribution functions."""
 
-    # Points of the table in which quantiles are bracketed. From brackets of this width Newton's
-    # method takes three to five steps for all laws of this package.
+    # Number of points of the table that brackets quantiles. Newton's method then takes three to
+    # five steps for all laws of this package.
     table: int = 1025
-    # Steps of Newton's method with bisection: bisection alone reaches roundoff in 45.
+    # Maximum number of steps of Newton's method with bisection. Bisection alone needs 45.
     max_steps: int = 60
-    # Relative width at which a quantile is final: some roundoffs of the distribution function.
+    # Relative change of a quantile at which to stop: a few eps.
     precision: float = 1e-15
-    # Error of a level that is roundoff of the distribution function.
+    # Error of a level at which to stop: the roundoff of the distribution function.
     level: float = 3e-16
 
 
@@ -37,7 +37,8 @@ class Law(ABC):
     """A distribution of eigenvalues with density, distribution function, quantiles and samples.
 
     Points are tensors of any shape; results are in float64. ``pdf`` and ``cdf`` are differentiable
-    with respect to the points. ``cdf`` and ``mass`` include the ``atoms``, ``pdf`` does not.
+    with respect to the points. ``cdf`` and ``mass`` include the ``atoms``; ``pdf`` does not.
+    Subclasses implement ``support``, ``atoms``, ``_moment``, ``_pdf`` and ``_cdf``.
     """
 
     __slots__ = ()
@@ -72,7 +73,7 @@ class Law(ABC):
     def pdf(self, x: Tensor) -> Tensor:
         """Return the density at the points."""
         points = as_points(x)
-        # The masks of the formulas take NaN for a point outside of the support.
+        # The formulas treat NaN as a point outside of the support.
         return torch.where(points.isnan(), points, self._pdf(points))
 
     def cdf(self, x: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class Law(ABC):
 
         The levels 0 and 1 give the ends of the support.
         """
-        # Straight to float64: by way of float32, a level of 1 - 1e-8 would be 1.
+        # Convert to float64 at once: in float32 a level of 1 - 1e-8 would be 1.
         p = as_points(levels, "levels").detach()
         if not bool(((p >= 0) & (p <= 1)).all()):
             raise ValueError(f"levels must be between 0 and 1, got {p.min():.6g} to {p.max():.6g}")
@@ -112,8 +113,8 @@ class Law(ABC):
 
 
 class _Integral(torch.autograd.Function):
-    # The derivative of the distribution function is the density. That of the formulas would be
-    # infinity times zero at the edges.
+    # The derivative of the distribution function is the density. Differentiating the formulas would
+    # give infinity times zero at the edges.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, law: Law) -> Tensor:
@@ -144,28 +145,63 @@ def _quantiles(law: Law, p: Tensor) -> Tensor:
             torch.where(value < level, right, here),
         )
         step = here - (value - level) / law._pdf(here)
-        # Newton's step, or the middle if it leaves the bracket, as it does at atoms.
+        # Bisect if Newton's step leaves the bracket, as it does at atoms.
         inside = (step > left) & (step < right)
         new = torch.where(inside, step, 0.5 * (left + right))
-        # Done where the level is met to roundoff, or where the point no longer moves.
+        # Stop if the level is reached to roundoff, or if the point no longer changes.
         met = (value - level).abs() <= TUNING.level
         x[live] = torch.where(met, here, new)
         going = ~met & ((new - here).abs() > size)
         live, left, right = live[going], left[going], right[going]
         if not len(live):
             break
-    # The jump at an atom takes all levels between its ends.
+    # All levels within the jump at an atom have the atom as quantile.
     for point, mass in zip(*law.atoms, strict=True):
         top = law._cdf(point)
         x = torch.where((p <= top) & (p > top - mass), point, x)
-    # Next to an edge the distribution function is flat to roundoff, but its ends are known.
+    # Near an edge the distribution function is constant to roundoff; use the known ends.
     return torch.where(p == 0, low, torch.where(p == 1, high, x.clamp(low, high)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SymmetricLaw(Law):
+    """A continuous law that is symmetric about its mean."""
+
+    mean: float = 0.0
+    variance: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_range("mean", self.mean)
+        if not math.isfinite(self.mean):
+            raise ValueError(f"mean must be finite, got {self.mean}")
+        check_positive("variance", self.variance)
+
+    @property
+    def atoms(self) -> Atoms:
+        """None: the law is continuous."""
+        return NO_ATOMS
+
+    @staticmethod
+    @abstractmethod
+    def _central(j: int) -> int:
+        """Return the central moment of degree ``2 j`` for a variance of 1."""
+
+    def _moment(self, degree: int) -> float:
+        # sum_j binom(k, 2j) mu^(k - 2j) v^j c_j
+        terms = (
+            math.comb(degree, 2 * j)
+            * self.mean ** (degree - 2 * j)
+            * self.variance**j
+            * self._central(j)
+            for j in range(degree // 2 + 1)
+        )
+        return math.fsum(terms)
 
 
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Normal(Law):
+class Normal(_SymmetricLaw):
     r"""The normal law.
 
     Attributes:
@@ -173,29 +209,16 @@ class Normal(Law):
         variance: Variance.
     """
 
-    mean: float = 0.0
-    variance: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_mean(self.mean)
-        check_positive("variance", self.variance)
-
     @property
     def support(self) -> tuple[float, float]:
         """From 8.3 standard deviations below the mean to 8.3 above: all but a mass of 1e-16."""
         reach = 8.3 * math.sqrt(self.variance)
         return self.mean - reach, self.mean + reach
 
-    @property
-    def atoms(self) -> Atoms:
-        """None: the law is continuous."""
-        return NO_ATOMS
-
-    def _moment(self, degree: int) -> float:
-        r"""Return :math:`\sum_j \binom{k}{2j} \mu^{k - 2j} v^j (2j - 1)!!`."""
-        return _central_sum(
-            self.mean, self.variance, degree, lambda j: math.prod(range(1, 2 * j, 2))
-        )
+    @staticmethod
+    def _central(j: int) -> int:
+        # (2j - 1)!!
+        return math.prod(range(1, 2 * j, 2))
 
     def stieltjes(self, z: Tensor) -> Tensor:
         r"""Return :math:`G(z) = -i \sqrt{\pi / 2v}\, w((z - \mu)/\sqrt{2v})`, by Faddeeva's w."""
@@ -215,7 +238,7 @@ class Normal(Law):
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Semicircle(Law):
+class Semicircle(_SymmetricLaw):
     r"""Wigner's semicircle, the law of symmetric matrices with independent entries.
 
     .. math:: p(x) = \frac{2}{\pi R^2} \sqrt{R^2 - (x - \mu)^2}, \qquad R = 2 \sqrt v
@@ -230,40 +253,28 @@ class Semicircle(Law):
     Reference: *Spectral Machine Learning*, Theorems 9 and 13.
     """
 
-    mean: float = 0.0
-    variance: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_mean(self.mean)
-        check_positive("variance", self.variance)
-
     @property
     def support(self) -> tuple[float, float]:
         """The two edges."""
         radius = 2 * math.sqrt(self.variance)
         return self.mean - radius, self.mean + radius
 
-    @property
-    def atoms(self) -> Atoms:
-        """None: the law is continuous."""
-        return NO_ATOMS
-
-    def _moment(self, degree: int) -> float:
-        r"""Return :math:`\sum_j \binom{k}{2j} \mu^{k - 2j} v^j C_j`, with Catalan numbers."""
-        return _central_sum(
-            self.mean, self.variance, degree, lambda j: math.comb(2 * j, j) // (j + 1)
-        )
+    @staticmethod
+    def _central(j: int) -> int:
+        # The Catalan number C_j
+        return math.comb(2 * j, j) // (j + 1)
 
     def stieltjes(self, z: Tensor) -> Tensor:
         r"""Return :math:`G(z) = 2 / (z - \mu + \sqrt{z - a} \sqrt{z - b})`, ``(k,)`` complex."""
-        # Rationalised, since (z - root) / 2v cancels for large z; two roots for the right branch.
+        # Rationalised, because (z - root) / 2v cancels for large z. The product of two roots, in
+        # place of the root of the product, selects the right branch.
         low, high = self.support
         w = as_upper(z)
         return reflected(z, 2 / (w - self.mean + torch.sqrt(w - low) * torch.sqrt(w - high)))
 
     def _pdf(self, x: Tensor) -> Tensor:
         radius = 2 * math.sqrt(self.variance)
-        # Masked before the root: the gradient of the root of a negative number would be NaN.
+        # Mask before taking the root: its gradient at negative numbers would be NaN.
         t = (x - self.mean) / radius
         inside = t.abs() < 1
         root = torch.sqrt(torch.where(inside, (1 - t) * (1 + t), 1.0))
@@ -314,7 +325,7 @@ class MarchenkoPastur(Law):
 
     @property
     def atoms(self) -> Atoms:
-        """The mass at 0 of fewer samples than dimensions."""
+        """The mass at 0, if there are fewer samples than dimensions."""
         # The rank is at most T = n/q.
         if self.ratio <= 1:
             return NO_ATOMS
@@ -339,7 +350,8 @@ class MarchenkoPastur(Law):
             w - self.scale * (1 - self.ratio) + root,
             w - self.scale * (1 - self.ratio) - root,
         )
-        # Two equal forms, of which one cancels: far from the bulk, or near an atom at 0
+        # Use the one of two equal forms that does not cancel: `plus` cancels near an atom at 0,
+        # `minus` far from the bulk.
         value = torch.where(
             plus.abs() > minus.abs(), 2 / plus, minus / (2 * self.ratio * self.scale * w)
         )
@@ -363,31 +375,17 @@ class MarchenkoPastur(Law):
         part = (f + (sine / r - (1 - r**2) * angle / r**2)) / math.pi
         if self.ratio <= 1:
             return part.clamp(0, 1)
-        # Of the mass 1/q of the nonzero eigenvalues, and 1 - 1/q at 0
+        # The nonzero eigenvalues have the mass 1/q, and 0 has the mass 1 - 1/q.
         return torch.where(x < 0, 0.0, 1 - (1 - part.clamp(0, 1)) / self.ratio)
 
 
-def _check_mean(mean: float) -> None:
-    check_range("mean", mean)
-    if not math.isfinite(mean):
-        raise ValueError(f"mean must be finite, got {mean}")
-
-
-def _central_sum(mean: float, variance: float, degree: int, number: Any) -> float:
-    terms = (
-        math.comb(degree, 2 * j) * mean ** (degree - 2 * j) * variance**j * number(j)
-        for j in range(degree // 2 + 1)
-    )
-    return math.fsum(terms)
-
-
 def as_upper(z: Tensor) -> Tensor:
-    """Return points mirrored to the upper half-plane, on which formulas of transforms hold."""
+    """Return points reflected to the upper half-plane, where the formulas of transforms hold."""
     w = torch.as_tensor(z, dtype=torch.complex128)
     return torch.where(w.imag < 0, w.conj(), w).resolve_conj()
 
 
 def reflected(z: Tensor, values: Tensor) -> Tensor:
-    """Return values at mirrored points as those at the points: G(conj z) = conj G(z)."""
+    """Return transforms at ``z`` from those at :func:`as_upper` points: G(conj z) = conj G(z)."""
     below = torch.as_tensor(z, dtype=torch.complex128).imag < 0
     return torch.where(below, values.conj(), values).resolve_conj()

@@ -1,8 +1,8 @@
-r"""Spiked models: what noise makes of the outliers of a matrix, and where it hides them.
+r"""Spiked models: how noise changes the outliers of a matrix, and when they are detected.
 
-An outlier is an eigenvalue outside the bulk. Noise moves it outwards and turns its eigenvector
-away, and below a threshold nothing of it is left (Baik, Ben Arous and Péché 2005). For a
-mini-batch, the matrix is the Hessian of all data, and the noise is what the batch adds to it.
+An outlier is an eigenvalue outside the bulk. Noise moves it outwards and rotates its eigenvector.
+Below a threshold the outlier disappears in the bulk (Baik, Ben Arous and Péché 2005). For a
+mini-batch, the matrix is the Hessian of all data, and the noise is the deviation of the batch.
 """
 
 import math
@@ -31,10 +31,10 @@ class Spikes:
             eigenvector; 0 if not detected.
         threshold: Distance of the true eigenvalue from the centre above which it is detected.
         detected: Whether the outlier leaves the bulk.
-        stddev: Standard deviation of the noisy eigenvalue: Gaussian if detected, that of
-            Tracy-Widom if not. NaN where it does not follow from the arguments.
-        edge: Value that the bulk alone exceeds with probability ``1 - level``, by Tracy-Widom: the
-            edge of a finite matrix. The edge of the limit if the size is not known.
+        stddev: Standard deviation of the noisy eigenvalue: of its Gaussian limit if detected, and
+            of the Tracy-Widom law if not. NaN if the arguments do not determine it.
+        edge: Edge of the bulk of a finite matrix: by the Tracy-Widom law, the bulk exceeds it with
+            probability ``1 - level``. Without ``size`` it is the edge in the limit.
     """
 
     value: Tensor
@@ -54,7 +54,7 @@ class Spikes:
 
 # Standard deviation of the Tracy-Widom law of beta = 1 (Bornemann 2010, Table 10).
 _STDDEV = 1.267983306
-# Distances below this fraction of the noise are taken for it: 1/distance must not overflow.
+# Smaller magnitudes are replaced by this one, so that 1/x does not overflow.
 _SMALL = 1e-150
 
 
@@ -80,7 +80,7 @@ def additive_spikes(
     threshold the outlier vanishes in the edge :math:`c \pm 2 \sqrt v`.
 
     Noise of networks is not homogeneous: its variance :math:`V(\phi) = \mathbb{E} |E \phi|^2` along
-    an outlier may be a thousand times the mean :math:`v`. With ``along`` it counts by itself:
+    an outlier may be a thousand times the mean :math:`v`. It is passed as ``along``:
 
     =============  ===========================================  ====================================
     model          eigenvalue and overlap                       exact for
@@ -104,7 +104,7 @@ def additive_spikes(
         model: ``samples`` or ``entries``, if ``along`` is given.
         spread: Variance of :math:`\phi^\top E \phi`. Defaults to twice the variance of a row over
             ``size``, that of Gaussian entries; unknown for ``samples`` with ``along``.
-        size: Order ``n`` of the matrix, for fluctuations and the finite-size edge.
+        size: Order ``n`` of the matrix, for ``stddev`` and ``edge``.
         level: Probability that the bulk stays below ``edge``.
 
     Returns:
@@ -156,14 +156,14 @@ def multiplicative_spikes(
     The noisy matrix is the covariance of ``T`` samples from a covariance that has the eigenvalue
     :math:`s` many times, and :math:`q = n/T`. Its bulk is the Marchenko-Pastur law on
     :math:`s (1 \pm \sqrt q)^2`. Outliers above :math:`s` leave it at the upper edge. Those below
-    leave it at the lower edge, and for :math:`q \ge 1`, where samples span no space of order ``n``,
-    they are never detected.
+    leave it at the lower edge. For :math:`q \ge 1` the sample covariance is singular, and outliers
+    below :math:`s` are never detected.
 
     Args:
         values: Outliers :math:`\lambda` of the matrix without noise, at least 0, of any shape.
         ratio: Order over number of samples, :math:`q`: parameters over batch size.
         bulk: Eigenvalue :math:`s` of the bulk.
-        size: Order ``n`` of the matrix, for fluctuations (of Gaussian samples) and the edge.
+        size: Order ``n`` of the matrix, for ``stddev`` (of Gaussian samples) and ``edge``.
         level: Probability that the bulk stays inside ``edge``.
 
     Returns:
@@ -190,7 +190,7 @@ def multiplicative_spikes(
 
 @dataclass(frozen=True, slots=True)
 class _Shifted:
-    """Outliers above the threshold: where they go, and how their variance arises."""
+    """Outliers above the threshold: their limits, and the variance around them."""
 
     value: Tensor
     overlap: Tensor
@@ -200,9 +200,9 @@ class _Shifted:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """The edge of the bulk in the limit and at finite size, and its fluctuation.
+    """The edge of the bulk in the limit, and centre and scale of its Tracy-Widom law.
 
-    The scale of the Tracy-Widom law is negative at a lower edge, and 0 in the limit.
+    The scale is negative at a lower edge, and 0 in the limit.
     """
 
     limit: Tensor
@@ -220,9 +220,11 @@ def _entries(lam: Tensor, v: Tensor, strength: Tensor, c: Tensor, spread: Tensor
     # 1 / (1 - V G'(x)) with G'(x) = -g^2 / (1 - v g^2)
     inner = 1 - v * g.square()
     overlap = inner / (1 + excess * g.square())
-    # var = o^2 (var phi'E phi + 2 V^2/n int dt/(x - t)^2): the rest of the row has variance V too.
+    # var = o^2 (var phi'E phi + 2 V^2/n int dt/(x - t)^2); the second term is from the other
+    # entries of the row.
     rest = spread * strength * g.square() / inner
-    # |G| < v^(-1/2) at the edge. Negative for V > 2 v: such noise makes an outlier by itself.
+    # |G| < v^(-1/2) at the edge. The threshold is negative for V > 2 v: such noise has an outlier
+    # without a spike.
     threshold = (2 * v - strength) / _away_from_zero(v.sqrt())
     return _Shifted(lam + strength * g, overlap, threshold, overlap.square() * (spread + rest))
 
@@ -234,7 +236,8 @@ def _samples(lam: Tensor, v: Tensor, relative: Tensor, c: Tensor, spread: Tensor
     slope = 1 - relative * c / theta.square()
     gain = 1 + relative / theta
     threshold = (relative * c).clamp(min=0).sqrt()
-    # Noise weaker than that of the bulk has to lift the outlier over it: theta + V/theta > 2 v^.5.
+    # If the noise along the outlier is weaker than the mean, it must exceed the edge of the bulk:
+    # theta + V/theta > 2 v^.5.
     strength = relative * lam
     weak = torch.where(strength < v, v.sqrt() + (v - strength).clamp(min=0).sqrt(), 0.0)
     overlap = slope / _away_from_zero(gain)
@@ -242,7 +245,7 @@ def _samples(lam: Tensor, v: Tensor, relative: Tensor, c: Tensor, spread: Tensor
 
 
 def _wigner_edge(v: Tensor, c: Tensor, side: Tensor, size: float, level: float) -> _Edge:
-    # Johnstone and Ma (2012) centre so that the error of the law falls as n^(-2/3), not n^(-1/3).
+    # With the centring of Johnstone and Ma (2012) the law converges as n^(-2/3), not n^(-1/3).
     reach = side * v.sqrt()
     centre = c + 2 * reach * math.sqrt(1 - 0.5 / size)
     return _Edge(c + 2 * reach, centre, reach * size ** (-2 / 3), level)
@@ -276,7 +279,7 @@ def _assemble(shifted: _Shifted, detected: Tensor, edge: _Edge) -> Spikes:
 def _check_finite_size(size: int | None, level: float) -> None:
     if size is not None:
         check_count("size", size)
-    # Beyond these, the distribution function of Tracy-Widom has no digits left.
+    # At more extreme levels the distribution function of Tracy-Widom is not accurate.
     check_range("level", level, low=1e-12, high=1 - 1e-12)
 
 

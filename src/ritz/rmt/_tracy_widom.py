@@ -22,11 +22,11 @@ Array = npt.NDArray[np.float64]
 class Tuning:
     """Constants of the determinants and of the series that replace them."""
 
-    # Panels of the series: F_1(-9) is 1e-16, and 1 - F_1(15) is 1e-17.
+    # The panels of the series cover [-9, 15]: F_1(-9) is 1e-16, and 1 - F_1(15) is 1e-17.
     low: float = -9.0
     width: float = 2.0
     panels: int = 12
-    # Degree in a panel: with 24 the last coefficients are at the roundoff of the values.
+    # Degree in a panel: with 24 the last coefficients are roundoff.
     degree: int = 24
     # Nodes of the Gauss-Legendre rule: 40 and 120 differ by less than 1e-15.
     nodes: int = 48
@@ -83,7 +83,8 @@ class TracyWidom(Law):
         return float(shares @ x**degree)
 
     def _pdf(self, x: Tensor) -> Tensor:
-        # F' = F (log F)', of which the second is a series as well: positive in both tails.
+        # F' = F (log F)'. The logarithm of (log F)' is a series too, so the density is positive in
+        # both tails.
         inside, panel, t = _panel(x)
         log_cdf, log_slope = (_clenshaw(t, rows[panel]) for rows in _series(self.beta))
         return torch.where(inside, torch.exp(log_cdf + log_slope), 0.0)
@@ -112,9 +113,9 @@ def _clenshaw(t: Tensor, coefficients: Tensor) -> Tensor:
 
 @cache
 def _series(beta: int) -> tuple[Tensor, Tensor]:
-    """Return Chebyshev series of log F and of the logarithm of its derivative, one per panel.
+    """Return Chebyshev series of log F and of log (log F)', one row per panel.
 
-    In panels, because log F loses digits in the far left tail: they must not spoil the middle.
+    Panels keep the errors of log F in the far left tail out of the other panels.
     """
     t = chebyshev.chebpts1(TUNING.degree + 1)
     low = TUNING.low + TUNING.width * np.arange(TUNING.panels)
@@ -138,7 +139,7 @@ def _determinant(s: float, beta: int) -> tuple[float, float]:
     Reference: Bornemann (2010); Ferrari and Spohn (2005) for ``beta = 1``.
     """
     unit, weights = legendre.leggauss(TUNING.nodes)
-    # H decays as exp(-2/3 (x + s)^(3/2)): where x + s is 16, nothing is left.
+    # H decays as exp(-2/3 (x + s)^(3/2)), which is negligible for x + s = 16.
     half = 0.5 * (TUNING.reach - min(s, 0.0))
     x, root = half * (unit + 1), np.sqrt(half * weights)
     # det(I - H) = det(delta_ij - w_i^(1/2) H(x_i, x_j) w_j^(1/2)), from the eigenvalues

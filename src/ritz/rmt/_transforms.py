@@ -1,7 +1,7 @@
 r"""Transforms of laws and of spectra: Stieltjes, blue, R and S.
 
-R adds over sums of free matrices, and S multiplies over their products. Both follow from the
-transform of Stieltjes, :math:`G(z) = \int dp(x) / (z - x)`.
+R is additive for free sums, and S is multiplicative for free products. Both follow from the
+Stieltjes transform :math:`G(z) = \int dp(x) / (z - x)`.
 """
 
 import math
@@ -24,19 +24,19 @@ from ritz.rmt._laws import as_upper, reflected
 class Tuning:
     """Constants of the transforms."""
 
-    # Nodes of the cosine series that stands for a density without a transform of its own, doubled
-    # until the last quarter of the series is below this fraction. Tracy-Widom laws take 256.
+    # Nodes of the cosine series of a density whose transform has no closed form. They are doubled
+    # until the last quarter of the series is below this fraction. Tracy-Widom laws need 256.
     first_nodes: int = 64
     last_nodes: int = 2048
     tail: float = 1e-11
-    # Gauss-Legendre nodes that stand for a density whose series does not converge: they agree with
+    # Gauss-Legendre nodes that replace a density whose series does not converge. They agree with
     # closed forms to 1e-10 at a hundredth of the width from the real line.
     nodes: int = 2000
     # Numbers in a block of 1/(z - x): 32 MB in complex numbers.
     block: int = 2_000_000
-    # Bisections of the inverse of G: from the widest bracket, 1e6 widths, to roundoff.
+    # Number of bisections of the inverse of G, which reduce the bracket to roundoff.
     bisections: int = 80
-    # Distance of the bracket from the support, in widths: G of the widest is below 1e-12.
+    # Largest distance from the support in the bracket, in widths. G is below 1e-12 there.
     reach: float = 1e12
 
 
@@ -108,7 +108,7 @@ class Band:
 
 
 def chebyshev_nodes(count: int, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return ``count`` angles and the points of an interval that belong to them."""
+    """Return the ``count`` Chebyshev nodes of an interval: their angles, and the points."""
     f = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
     return f, 0.5 * (low + high) - 0.5 * (high - low) * torch.cos(f)
 
@@ -116,14 +116,14 @@ def chebyshev_nodes(count: int, low: float, high: float) -> tuple[Tensor, Tensor
 def fit_band(
     pdf: Callable[[Tensor], Tensor], low: float, high: float, *, last_nodes: int, tail: float
 ) -> tuple[Band, float]:
-    """Return the series of a density on an interval, and the size of the end of the series.
+    """Return the cosine series of a density on an interval, and the relative size of its tail.
 
     Args:
         pdf: The density at points ``(n,)``.
         low: Lower edge.
         high: Upper edge.
-        last_nodes: Number of nodes up to which it is doubled.
-        tail: Size of the end that is small enough.
+        last_nodes: Maximum number of nodes.
+        tail: Relative size of the tail at which to stop doubling the nodes.
     """
     count = TUNING.first_nodes
     while True:
@@ -133,7 +133,7 @@ def fit_band(
         waves[0] /= 2
         end = float(waves[-count // 4 :].abs().max() / waves.abs().max())
         if end <= tail or count >= last_nodes:
-            # Without the end at roundoff, which would only cost time
+            # Cut off coefficients at roundoff.
             length = int((waves.abs() > 1e-16 * waves.abs().max()).nonzero()[-1]) + 1
             return Band(low=low, high=high, waves=waves[:length].clone()), end
         count *= 2
@@ -146,7 +146,7 @@ class Points:
 
     points: Tensor
     masses: Tensor
-    # Whether the points are atoms, or nodes of a rule that stands for a continuous density.
+    # Whether the points are atoms, rather than nodes of a rule for a continuous density.
     exact: bool = True
 
     @property
@@ -156,7 +156,7 @@ class Points:
 
     @property
     def atoms(self) -> Atoms:
-        """The points, with equal ones united."""
+        """The points, with the masses of equal points added."""
         if not self.exact:
             return NO_ATOMS
         points, index = self.points.unique(return_inverse=True)
@@ -171,44 +171,61 @@ class Points:
         flat = z.reshape(-1).to(torch.complex128)
         masses = self.masses.to(torch.complex128)
         rows = max(1, TUNING.block // len(masses))
-        # In blocks of points z: all pairs with a spectrum of thousands would fill the memory.
+        # In blocks of z, because all pairs of z and points may not fit in memory.
         parts = [(1 / (part[:, None] - self.points)) @ masses for part in flat.split(rows)]
         return torch.cat(parts).reshape(z.shape)
 
 
-@storable
-@dataclass(frozen=True, slots=True)
-class Smooth:
-    """A measure of one band and of atoms."""
+class Banded:
+    """Base class of measures of bands and atoms: ``bands``, ``points`` and ``masses``."""
 
-    band: Band
+    __slots__ = ()
+    bands: tuple[Band, ...]
     points: Tensor
     masses: Tensor
 
     @property
     def support(self) -> tuple[float, float]:
-        """Smallest and largest point."""
-        ends = [self.band.low, self.band.high, *self.points.tolist()]
-        return min(ends), max(ends)
+        """Smallest and largest edge of a band, or atom."""
+        points = self.points.tolist()
+        lows, highs = ([getattr(band, end) for band in self.bands] for end in ("low", "high"))
+        return min(lows + points), max(highs + points)
 
     @property
     def atoms(self) -> Atoms:
         """Points of positive mass."""
         return Atoms(self.points, self.masses)
 
-    def moment(self, degree: int) -> float:
-        """Return the mean of a power."""
-        return self.band.moment(degree) + float(self.masses @ self.points**degree)
-
     def stieltjes(self, z: Tensor) -> Tensor:
-        """Return the transform, on the real line from above."""
+        """Return the Stieltjes transform of the series, also on the real line, from above."""
         w = as_upper(z)
         total = ((1 / (w[..., None] - self.points)) * self.masses).sum(-1)
-        return reflected(z, total + self.band.stieltjes(w))
+        for band in self.bands:
+            total = total + band.stieltjes(w)
+        return reflected(z, total)
+
+    def _moment(self, degree: int) -> float:
+        """Return the mean of a power, exactly for the series."""
+        total = float(self.masses @ self.points**degree)
+        return total + math.fsum(band.moment(degree) for band in self.bands)
+
+
+@storable
+@dataclass(frozen=True, slots=True)
+class Smooth(Banded):
+    """A measure of bands and of atoms."""
+
+    bands: tuple[Band, ...]
+    points: Tensor
+    masses: Tensor
+
+    def moment(self, degree: int) -> float:
+        """Return the mean of a power."""
+        return self._moment(degree)
 
 
 def as_measure(measure: Measure) -> Transformable:
-    """Return eigenvalues, a spectrum or a density as something with a Stieltjes transform."""
+    """Return eigenvalues, a spectrum or a density as an object with a Stieltjes transform."""
     if isinstance(measure, Transformable):
         return measure
     if isinstance(measure, Tensor):
@@ -234,17 +251,17 @@ def _by_rule(density: Density) -> Transformable:
     if float(atoms.masses.sum()) > 1 - 1e-12:
         return Points(atoms.points, atoms.masses)
     low, high = density.support
-    # A smooth density is a short series, whose transform is known on the real line as well.
+    # A smooth density has a short series, whose transform is known on the real line as well.
     band, end = fit_band(density.pdf, low, high, last_nodes=TUNING.last_nodes, tail=TUNING.tail)
     if end <= TUNING.tail and band.mass > 0:
         scale = (1 - float(atoms.masses.sum())) / band.mass
-        return Smooth(replace(band, waves=scale * band.waves), atoms.points, atoms.masses)
+        return Smooth((replace(band, waves=scale * band.waves),), atoms.points, atoms.masses)
     nodes, weights = (torch.from_numpy(array) for array in leggauss(TUNING.nodes))
     x = 0.5 * (low + high) + 0.5 * (high - low) * nodes
-    # Gauss-Legendre, made to sum to the mass that the atoms leave
+    # Gauss-Legendre weights, normalised to the mass that the atoms leave.
     shares = weights * density.pdf(x)
     shares = shares * (1 - atoms.masses.sum()) / shares.sum()
-    # Ascending, so that the support is the first and the last point
+    # In ascending order, as `Points.support` requires.
     points, order = torch.cat([x, atoms.points]).sort()
     return Points(points, torch.cat([shares, atoms.masses])[order], exact=False)
 
@@ -256,20 +273,21 @@ def stieltjes(measure: Measure, z: complex | Tensor) -> Tensor:
     :math:`p(x) = -\operatorname{Im} G(x) / \pi`.
 
     Args:
-        measure: A law, another density, a ``Spectrum``, or eigenvalues ``(n,)``. A density without
-            a transform of its own, such as a Tracy-Widom law, is replaced by a cosine series, to
-            1e-11; if it is not smooth, by 2,000 points, good at 0.01 of its width from the support.
+        measure: A law, another density, a ``Spectrum``, or eigenvalues ``(n,)``. A density whose
+            transform has no closed form, such as a Tracy-Widom law, is replaced by a cosine series,
+            to 1e-11. If it is not smooth, it is replaced by 2,000 points, which are accurate at
+            distances from the support above 0.01 of its width.
         z: Real or complex points. At an eigenvalue or another atom, where :math:`G` has a pole, the
-            value is not a number.
+            value is NaN.
     """
-    # Straight to complex128: by way of complex64, a Python number would keep seven digits.
+    # Convert to complex128 at once: torch would make a complex64 tensor of a Python number.
     return as_measure(measure).stieltjes(torch.as_tensor(z, dtype=torch.complex128))
 
 
 def blue(measure: Measure, g: float | Tensor) -> Tensor:
     r"""Return the inverse of the Stieltjes transform, :math:`B(G(z)) = z`, at real points.
 
-    It is found outside the support: above it for positive ``g``, below it for negative ``g``.
+    :math:`z` lies outside the support: above it for positive ``g``, below it for negative ``g``.
 
     Args:
         measure: As in :func:`stieltjes`.
@@ -279,7 +297,7 @@ def blue(measure: Measure, g: float | Tensor) -> Tensor:
     target = torch.as_tensor(g, dtype=torch.float64)
     side = torch.where(target < 0, -1.0, 1.0).double()
 
-    # |G| falls monotonically from the edge outwards, on either side.
+    # |G| falls monotonically with the distance from the support, on either side.
     def gap(z: Tensor) -> Tensor:
         return side * known.stieltjes(z.to(torch.complex128)).real - target.abs()
 
@@ -287,7 +305,7 @@ def blue(measure: Measure, g: float | Tensor) -> Tensor:
 
 
 def r_transform(measure: Measure, g: float | Tensor) -> Tensor:
-    r"""Return :math:`R(g) = B(g) - 1/g`, which adds over free sums.
+    r"""Return the R-transform :math:`R(g) = B(g) - 1/g`, which is additive for free sums.
 
     .. math:: R(g) = \sum_k \kappa_k g^{k - 1} = \mu + v g \text{ for the semicircle}, \quad
         s / (1 - s q g) \text{ for Marchenko-Pastur}
@@ -301,7 +319,7 @@ def r_transform(measure: Measure, g: float | Tensor) -> Tensor:
 
 
 def s_transform(measure: Measure, y: float | Tensor) -> Tensor:
-    r"""Return Voiculescu's S, which multiplies over free products.
+    r"""Return Voiculescu's S-transform, which is multiplicative for free products.
 
     .. math:: S(y) = \frac{1 + y}{y\, T^{-1}(y)}, \qquad T(z) = z G(z) - 1 = \int \frac{x}{z - x},
         \qquad S(y) = \frac{1}{s (1 + q y)} \text{ for Marchenko-Pastur}
@@ -318,7 +336,8 @@ def s_transform(measure: Measure, y: float | Tensor) -> Tensor:
     target = torch.as_tensor(y, dtype=torch.float64)
     side = torch.where(target < 0, -1.0, 1.0).double()
 
-    # So does |z G - 1|; for negative y to the left of 0, where the sign of x / (z - x) is constant.
+    # |z G - 1| falls with the distance as well. For negative y take z to the left of 0, where the
+    # sign of x / (z - x) is constant.
     def gap(z: Tensor) -> Tensor:
         value = (z * known.stieltjes(z.to(torch.complex128)) - 1).real
         return side * value - target.abs()
@@ -328,22 +347,23 @@ def s_transform(measure: Measure, y: float | Tensor) -> Tensor:
 
 def _outside(
     known: Transformable,
-    gap: "Gap",
+    gap: Callable[[Tensor], Tensor],
     side: Tensor,
     name: str,
     target: Tensor,
     *,
     negative: bool = False,
 ) -> Tensor:
-    """Return roots right of the support (side 1) or left of it, or of 0, by bisection.
+    """Return roots of ``gap`` outside of the support, by bisection of the log distance from it.
 
-    ``gap`` falls with the distance. In logarithms of the distance, for edges and for infinity.
+    ``gap`` must fall with the distance. The roots lie to the right of the support for ``side`` 1
+    and to the left for -1; with ``negative`` also to the left of 0.
     """
     low, high = known.support
     left = min(low, 0.0) if negative else low
     width = max(high - low, abs(high), abs(low))
     start = torch.where(side > 0, torch.full_like(side, high), torch.full_like(side, left))
-    # So near that roundoff does not move it onto the edge
+    # The smallest distance at which roundoff does not move the point onto the edge.
     near = (1e-15 * start.abs().clamp(min=width)).log()
     far = torch.full_like(start, TUNING.reach * width).log()
     inside = (gap(start + side * near.exp()) >= 0) & (gap(start + side * far.exp()) <= 0)
@@ -358,9 +378,3 @@ def _outside(
         above = gap(start + side * middle.exp()) > 0
         near, far = torch.where(above, middle, near), torch.where(above, far, middle)
     return start + side * (0.5 * (near + far)).exp()
-
-
-class Gap(Protocol):
-    """A function of real points whose root is wanted."""
-
-    def __call__(self, z: Tensor, /) -> Tensor: ...

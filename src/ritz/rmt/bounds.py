@@ -1,8 +1,8 @@
-r"""Bounds from the papers that can be computed before, or instead of, a measurement.
+r"""Bounds that can be computed before a measurement, or instead of it.
 
-Convergence of Krylov methods, errors of moments, probes that are needed, perturbations of graphs,
-and losses of averaged and preconditioned SGD. Where a paper misprints a formula, the docstring says
-what stands here instead.
+They concern the convergence of Krylov methods, errors of moments, numbers of probes, perturbations
+of graphs, and losses of averaged and preconditioned SGD. If a formula differs from the printed one,
+the docstring says so.
 """
 
 import math
@@ -54,15 +54,16 @@ def lanczos_error(
         \frac{\tan^2 \vartheta}{T_{m-1}(1 + 2 \rho)^2}, \qquad
         \rho = \frac{\lambda_1 - \lambda_2}{\lambda_2 - \lambda_n}
 
-    For the smallest eigenvalue, pass the negatives of the last, the last but one and the first.
+    For the smallest eigenvalue, pass :math:`-\lambda_n`, :math:`-\lambda_{n-1}` and
+    :math:`-\lambda_1`.
 
     Args:
         largest: :math:`\lambda_1`.
         second: :math:`\lambda_2`.
         smallest: :math:`\lambda_n`.
         num_steps: Dimension ``m`` of the Krylov space.
-        overlap: :math:`\cos \vartheta`, the product of start vector and eigenvector; about
-            :math:`n^{-1/2}` for a random start.
+        overlap: :math:`\cos \vartheta`, the inner product of the start vector and the eigenvector;
+            about :math:`n^{-1/2}` for a random start.
 
     Reference: *Spectral Machine Learning*, Theorem 4; Kaniel (1966), Paige (1971), Saad (1980).
     """
@@ -80,15 +81,15 @@ def power_error(
     .. math:: \lambda_1 - \theta_1 \le (\lambda_1 - \lambda_n) \tan^2 \vartheta\,
         \Big(\frac{\max(\lambda_2, |\lambda_n|)}{\lambda_1}\Big)^{2 (m - 1)}
 
-    The vector then lies in the Krylov space of dimension ``m``, so that the cost is that of
-    :func:`lanczos_error`. The exponent :math:`2m - 1` printed in the thesis does not give its
-    Table 4.5; this one does.
+    The vector lies in the Krylov space of dimension ``m``, so the cost is that of
+    :func:`lanczos_error`. The thesis prints the exponent :math:`2m - 1`, which does not reproduce
+    its Table 4.5; this one does.
 
     Args:
         largest: :math:`\lambda_1`, the largest in absolute value.
         second: :math:`\lambda_2`.
         smallest: :math:`\lambda_n`, of either sign.
-        num_steps: Number ``m`` of vectors, the start included.
+        num_steps: Number ``m`` of vectors, including the start.
         overlap: As in :func:`lanczos_error`.
 
     Reference: *Spectral Machine Learning*, Theorem 5; Golub and Van Loan (2013), section 8.2.
@@ -103,7 +104,7 @@ def power_error(
 
 
 def krylov_factors(gap: float | Tensor, *, num_steps: int | Tensor) -> Krylov:
-    r"""Return by how much Lanczos and power iteration reduce the error, for :math:`\lambda_n = 0`.
+    r"""Return the error factors of Lanczos and of power iteration, for :math:`\lambda_n = 0`.
 
     .. math:: L = T_{m-1}(2 \lambda_1/\lambda_2 - 1)^{-2}, \qquad
         R = (\lambda_2/\lambda_1)^{2 (m-1)}
@@ -132,7 +133,7 @@ def krylov_factors(gap: float | Tensor, *, num_steps: int | Tensor) -> Krylov:
 
 
 def smoothing_bias(measure: Measure, degree: int, *, kernel: Law) -> float:
-    r"""Return by how much smoothing with a symmetric kernel changes a moment.
+    r"""Return the change of a moment by smoothing with a symmetric kernel.
 
     .. math:: \sum_{j \ge 1} \binom m{2j} \mathbb{E}_k[x^{2j}]\, \mu_{m - 2j}
 
@@ -161,8 +162,8 @@ def moment_correction(degree: int, size: int, *, bound: float, stddev: float) ->
     .. math:: \frac{K^2 m^6}{2 \sigma^2 P}
 
     for a symmetric matrix of order ``P`` with independent entries of absolute value at most ``K``.
-    The thesis prints :math:`P^2`. But the fourth moment of random signs is off by the fraction
-    :math:`1/(2P)`, which exceeds that.
+    The thesis prints :math:`P^2`, which is too small: the correction to the fourth moment of random
+    signs is the fraction :math:`1/(2P)`.
 
     Args:
         degree: Degree ``m``.
@@ -187,8 +188,8 @@ def probe_variance(size: int, *, condition: float) -> float:
         \frac{2 \sum \lambda_i^2}{(\sum \lambda_i)^2} \le
         2 \min\Big(\frac1{1 + (P - 1)/\kappa^2}, \frac{(1 + \kappa)^2}{4 \kappa P}\Big)
 
-    The first is the bound of the thesis; the second is Kantorovich's, and attained. Rademacher
-    probes have a variance that is not larger.
+    The first bound is that of the thesis. The second one is Kantorovich's, and is attained. The
+    variance of Rademacher probes is not larger.
 
     Args:
         size: Order ``P`` of a positive definite matrix.
@@ -203,14 +204,15 @@ def probe_variance(size: int, *, condition: float) -> float:
 
 
 def probes_needed(size: int, *, condition: float, rtol: float) -> int:
-    r"""Return a number of probes for which the standard error of a trace is below ``rtol``.
+    r"""Return a number of probes for a relative standard error of the trace of at most ``rtol``.
 
     .. math:: d = \lceil \operatorname{Var} / \mathrm{rtol}^2 \rceil
 
     Args:
         size: Order of a positive definite matrix.
-        condition: Its condition number, or that of the function of it whose trace is wanted.
-        rtol: Standard error over the trace.
+        condition: Condition number of the matrix :math:`A`, or of :math:`f(A)` for the trace of a
+            function.
+        rtol: Standard error relative to the trace.
     """
     # Below 1e-150 the number of probes would not be finite.
     check_range("rtol", rtol, low=1e-150)
@@ -243,13 +245,13 @@ def entropy_concentration(num_samples: int, *, degrees: int, level: float = 0.95
 
 
 def edge_perturbation(first: Tensor, second: Tensor) -> float:
-    r"""Return a bound of how far one added edge moves eigenvalues of a normalised Laplacian.
+    r"""Return a bound of the spectral norm of the change of a normalised Laplacian by one edge.
 
     .. math:: \|\Delta L\| \le \frac1{\sqrt{(d_1 + 1)(d_2 + 1)}} + \max_{i = 1, 2}
         \Big(\frac1{\sqrt{d_i}} - \frac1{\sqrt{d_i + 1}}\Big) \sqrt{\sum_{g \sim i} \frac1{d_g}}
 
-    For an edge between two vertices without common neighbours, such as the first edge between two
-    components. Equation 3.13 of the thesis loses factors, and exceeds this by a factor of twenty.
+    It holds for an edge between two vertices without common neighbours, such as the first edge
+    between two components. Equation 3.13 of the thesis is too large by a factor of about twenty.
 
     Args:
         first: Degrees :math:`d_g` of the neighbours of the first vertex, before the edge.
@@ -279,13 +281,13 @@ def squared_norm(moments: IterateMoments) -> Spread:
     .. math:: \mathbb{E} |w|^2 = \sum_i (m_i^2 + v_i), \qquad
         \operatorname{Var} |w|^2 = \sum_i (2 v_i^2 + 4 m_i^2 v_i)
 
-    The deviation over the mean falls as :math:`P^{-1/2}`: iterates lie in a thin shell, averages in
-    a smaller one.
+    The ratio of the deviation to the mean falls as :math:`P^{-1/2}`: iterates lie in a thin shell,
+    and averages in a smaller one.
 
     Args:
         moments: Result of :func:`quadratic.iterate`, :func:`quadratic.average` and so on.
 
-    Reference: *Spectral Machine Learning*, Theorem 18, with the moments that are exact.
+    Reference: *Spectral Machine Learning*, Theorem 18, with exact moments.
     """
     check_type("moments", moments, IterateMoments, "a result of rmt.quadratic")
     mean, v = moments.mean.square(), moments.variance
@@ -334,7 +336,7 @@ def average_loss(eigenvalues: Tensor, *, noise: Tensor | float, num_steps: int) 
 
     .. math:: \frac{\operatorname{tr} H^{-1} \Sigma}{2 n + 2}
 
-    It is the leading term for :math:`n \alpha \lambda \gg 1`, and does not depend on the rate.
+    This is the leading term for :math:`n \alpha \lambda \gg 1`. It does not depend on the rate.
 
     Args:
         eigenvalues: Eigenvalues of the Hessian, ``(d,)``, positive.
@@ -353,9 +355,9 @@ def average_loss(eigenvalues: Tensor, *, noise: Tensor | float, num_steps: int) 
 def break_even_rate(eigenvalues: Tensor, *, num_steps: int, noise: Tensor | float = 1.0) -> float:
     r"""Return the learning rate below which the last iterate has a lower loss than the average.
 
-    The root of :func:`iterate_loss` = :func:`average_loss`. In one direction it is
-    :math:`2/((n + 2) \lambda)`, so the rate has to fall as :math:`1/n`. Equation 7.28 of the
-    thesis, :math:`\frac2{2 + n} \operatorname{tr} H^{-1}/P`, is exact only for equal eigenvalues.
+    At this rate :func:`iterate_loss` equals :func:`average_loss`. In one direction it is
+    :math:`2/((n + 2) \lambda)`, so it falls as :math:`1/n`. Equation 7.28 of the thesis,
+    :math:`\frac2{2 + n} \operatorname{tr} H^{-1}/P`, is exact only for equal eigenvalues.
 
     Args:
         eigenvalues: Eigenvalues of the Hessian, ``(d,)``, positive.
@@ -386,8 +388,8 @@ def dependent_average_variance(covariances: Tensor, *, eigenvalue: float, num_st
 
     .. math:: \frac1{n^2 \lambda^2} \sum_{|k| < n} (n - |k|)\, \gamma_k
 
-    the leading term for :math:`n \alpha \lambda \gg 1`. Equation 6 of the paper leaves out the
-    covariances of different steps, which for positive ones is too small.
+    This is the leading term for :math:`n \alpha \lambda \gg 1`. Equation 6 of the paper omits the
+    covariances of different steps, and is too small if these are positive.
 
     Args:
         covariances: :math:`\gamma_0, \gamma_1, \dots`, covariances of the noise ``k`` steps apart;
@@ -447,8 +449,8 @@ def preconditioned_average_loss(
         \frac{|H^{-1/2} B w_0|^2}{(n + 1)^2 \alpha^2}, \frac{|B^{1/2} w_0|^2}{(n + 1) \alpha},
         3 L(w_0)\Big) \qquad \text{if } \alpha H \le B
 
-    For SGD, :math:`B = 1`; with :math:`B = H^{1/2}`, as for Adam, the first of the latter terms is
-    :math:`|w_0|^2 / ((n + 1) \alpha)^2`.
+    SGD has :math:`B = 1`. For :math:`B = H^{1/2}`, as for Adam, the first term of the second
+    minimum is :math:`|w_0|^2 / ((n + 1) \alpha)^2`.
 
     Args:
         hessian: :math:`H`, positive definite, ``(d, d)``; the minimum is at the origin.
@@ -508,10 +510,10 @@ def regret(*, distance: float, noise: float, rate: float, num_steps: int) -> flo
 
 
 def optimal_rate(*, smoothness: float, distance: float, noise: float, num_steps: int) -> float:
-    r"""Return :math:`\alpha = (\beta + \sigma \sqrt T / D)^{-1}`, at which :func:`regret` is small.
+    r"""Return the learning rate :math:`\alpha = (\beta + \sigma \sqrt T / D)^{-1}` of small regret.
 
-    The bound is then at most :math:`\beta D^2 / 2T + \frac32 \sigma D / \sqrt T`, which no rate
-    improves by more than a constant factor.
+    With it, the bound of :func:`regret` is at most :math:`\beta D^2 / 2T + \frac32 \sigma D /
+    \sqrt T`. Other rates improve it by a constant factor at most.
 
     Args:
         smoothness: Largest curvature :math:`\beta`.

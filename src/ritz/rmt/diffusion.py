@@ -1,10 +1,10 @@
-r"""SGD on a quadratic with noise of any covariance: losses step by step, and its diffusion.
+r"""SGD on a quadratic with noise of any covariance: expected losses, and its diffusion limit.
 
 .. math:: \theta_{k+1} = \theta_k - \alpha_k A \theta_k + \alpha_k C \xi_{k+1}, \qquad
     L(\theta) = \tfrac12 \theta^\top A \theta, \qquad
     d\theta = -A \theta\, dt + \sqrt\alpha\, C\, dW
 
-:mod:`ritz.rmt.quadratic` has the case of noise that decouples in the eigen-directions.
+:mod:`ritz.rmt.quadratic` treats noise that is independent in the eigen-directions.
 
 Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
 descent with covariance noise*, section 4 and appendices A and B.
@@ -80,9 +80,9 @@ def loss_bound(
         \nu = \max\Big(\frac{2 \operatorname{tr} C^\top A C}{\lambda_{\min}^2},
         \gamma L(\theta_0)\Big)
 
-    The bound orders noises by :func:`noise_cost`. The losses themselves are so ordered at a
-    constant rate, but not always at decaying ones: steep directions, where noise costs most,
-    forget it first.
+    The bound increases with :func:`noise_cost`. So do the losses themselves at a constant rate, but
+    not always at decaying rates: noise costs most in steep directions, where it also decays
+    fastest.
 
     Args:
         curvature: :math:`A`, ``(d, d)``.
@@ -111,7 +111,7 @@ def expected_losses(
         \mathbb{E} L = \tfrac12 \operatorname{tr} A S
 
     with the second moments :math:`S_k = \mathbb{E} \theta_k \theta_k^\top`. Only their diagonal in
-    the eigenbasis of A enters, so a step costs ``d`` operations.
+    the eigenbasis of A is needed, so a step costs :math:`O(d)` operations.
 
     Args:
         curvature: :math:`A`, ``(d, d)``.
@@ -119,7 +119,7 @@ def expected_losses(
         start: :math:`\theta_0`, ``(d,)``.
         rates: Learning rates, one per step.
 
-    Reference: Appendix A; its equation 9 is this recursion before any bound.
+    Reference: Appendix A, equation 9.
     """
     A, C = _matrices(curvature, factor)
     # In the eigenbasis tr A S = sum_i lambda_i S_ii, and the diagonal of S follows from itself.
@@ -233,8 +233,8 @@ def hellinger(first: Gaussian, second: Gaussian) -> float:
         \exp\Big(-\tfrac18 (\mu_1 - \mu_2)^\top \bar\Sigma^{-1} (\mu_1 - \mu_2)\Big), \qquad
         \bar\Sigma = \tfrac12 (\Sigma_1 + \Sigma_2)
 
-    Its root bounds the uniform stability, hence the generalisation error, of a run whose result has
-    the one distribution for a data set and the other if one sample is exchanged.
+    If the two are the distributions of a run's result for two data sets that differ in one sample,
+    the square root bounds the uniform stability, and with it the generalisation error.
 
     Args:
         first: Distribution of the weights trained on one data set.

@@ -173,7 +173,7 @@ def stationary(
         \frac{\operatorname{Var} e_\infty}{\operatorname{Var} w_\infty} =
         \frac{1 - \rho}{1 + \rho} \, \frac{1 + \phi \rho}{1 - \phi \rho}
 
-    The second factor is due to correlated iterates; for independent ones it is 1.
+    The second factor is due to the correlation of iterates. It is 1 for independent ones.
 
     Args:
         eigenvalues: Eigenvalues :math:`\lambda`, ``(d,)``, all between 0 and :math:`2 / \alpha`.

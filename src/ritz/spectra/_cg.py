@@ -1,6 +1,5 @@
-"""Conjugate gradients, and the error for matrices that are not positive definite."""
+"""``solve``: conjugate gradients for several right-hand sides at once."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,50 +8,13 @@ from torch import Tensor
 
 from ritz._core.checks import check_count, check_finite, check_range, check_tensor, is_below
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import resolve_generator
 from ritz._core.results import HasStatus, Status, power_of_two
-from ritz._core.sampling import ROUNDOFF, column_dots, draw_probes
+from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
-from ritz.operators import FunctionOperator, LinearOperator, OperatorLike, as_operator, exact
+from ritz.operators import FunctionOperator, LinearOperator, OperatorLike, as_operator
+from ritz.spectra._positive_definite import NotPositiveDefiniteError
 
 Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
-
-
-class NotPositiveDefiniteError(ValueError):
-    """A matrix that must be positive definite has a direction of zero or negative curvature."""
-
-
-def not_positive(kind: str, value: float) -> NotPositiveDefiniteError:
-    """Return the error for an eigenvalue, Ritz value or pivot that is not positive."""
-    return NotPositiveDefiniteError(f"op must be positive definite, got {kind} of {value:.6g}")
-
-
-def cholesky_factor(matrix: Tensor, *, kind: str = "an eigenvalue") -> Tensor:
-    """Return the lower Cholesky factor; the error names the smallest eigenvalue as a ``kind``."""
-    factor: Tensor
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    if int(failed):
-        raise not_positive(kind, float(torch.linalg.eigvalsh(matrix.detach())[0]))
-    return factor
-
-
-def factor_roundoff(op: LinearOperator, solve: Callable[[Tensor], Tensor]) -> float:
-    """Return the error by roundoff of a log determinant from a factor that ``solve`` applies.
-
-    Infinite if the matrix may be singular.
-    """
-    # The factor is that of A + E with |E_ij| of the order of eps max_k A_kk (Higham 2002, Theorem
-    # 10.3), and d log det A = tr(A^{-1} E). For random vectors z, z'A^{-1}z has mean tr A^{-1}, and
-    # |A^{-1}z|^2 has mean |A^{-1}|_F^2. The sum of n logarithms rounds as well.
-    probes = draw_probes(op, 8, kind="gaussian", generator=resolve_generator(None)).double()
-    inverse = solve(probes).to(probes)
-    unit = torch.finfo(op.dtype).eps * float(
-        torch.as_tensor(exact(op, "diagonal").value).abs().max()
-    )
-    if not is_below(unit * float(inverse.norm()) / 8**0.5, 1.0):
-        return math.inf
-    summed = torch.finfo(torch.float64).eps * len(probes)
-    return ROUNDOFF * (unit * float((probes * inverse).sum(0).abs().mean()) + summed)
 
 
 @storable
@@ -97,7 +59,7 @@ def solve(
 
     .. math:: \|b - A x\| \le \max(\text{rtol} \|b\|, \text{atol})
 
-    The columns of ``b`` advance together, each with its own step lengths, and a column that has
+    The columns of ``b`` are solved together, with separate step lengths. A column that has
     converged is no longer multiplied. Cost: one product per step and active column, and one per
     column at the end. Memory: 6 blocks like ``b``, 7 with a preconditioner.
 
@@ -106,13 +68,13 @@ def solve(
         b: Right-hand sides, ``(n,)`` or ``(n, k)``.
         rtol: Residual to reach, relative to the norm of ``b``. Defaults to the square root of
             machine precision.
-        atol: Absolute residual that suffices.
+        atol: Absolute residual to reach.
         max_steps: Maximum number of steps. Defaults to ``max(n, 1000)``.
         preconditioner: Symmetric positive definite approximation of :math:`A^{-1}`: an operator
             or a function of blocks.
         initial: Start, of the shape of ``b``. Defaults to zero.
         stop: Called after each step with :math:`\frac12 x^\top A x - b^\top x` of every column,
-            ``(k,)``; the run ends when it returns true.
+            ``(k,)``. The run ends when it returns ``True``.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
@@ -152,8 +114,8 @@ def solve(
         )
     apply = None if preconditioner is None else as_operator(preconditioner).matmat
     with tracking(progress, "conjugate gradients", max_steps) as bar:
-        # Roundoff makes the residual of the recurrence drift from b - A x, which is what is
-        # reported: the recurrence stops 10 % below the goal.
+        # By roundoff the residual of the recurrence differs from b - A x, which is reported. So the
+        # recurrence stops 10 % below the goal.
         watch = None if stop is None else _Stop(stop, x, rhs, unit)
         history, products = _iterate(op, x, residual, 0.9 * goal, max_steps, apply, bar, watch)
     residuals = column_dots(*[rhs - op.matmat(x)] * 2).sqrt()
@@ -222,7 +184,7 @@ def _iterate(
 
 @dataclass(eq=False)
 class _Stop:
-    """The rule of the caller, on the quadratic forms of all columns."""
+    """The user-defined stopping rule, which is called with the quadratic forms of all columns."""
 
     rule: Callable[[Tensor], bool]
     x: Tensor
@@ -264,9 +226,9 @@ def _step_lengths(rho: Tensor, curvature: Tensor, direction: Tensor, done: int) 
 
 
 def _check_conjugate(p: Tensor, image: Tensor, q: Tensor, image_of_q: Tensor) -> None:
-    # q is made so that q'(A p) = 0. If A is symmetric, p'(A q) = 0 as well, to roundoff relative to
-    # |p| |A q| or |q| |A p|: |A q| alone may be tiny where A is ill-conditioned.
-    # Both images are divided by one power of two: their squares may leave the range.
+    # q is computed such that q'(A p) = 0. If A is symmetric, p'(A q) = 0 as well, to roundoff
+    # relative to the larger of |p| |A q| and |q| |A p|: A q may be tiny if A is ill-conditioned.
+    # Both images are divided by the same power of two, so that their squares stay in range.
     unit = power_of_two(image)
     image, image_of_q = image / unit, image_of_q / unit
     gap = column_dots(p, image_of_q).abs()

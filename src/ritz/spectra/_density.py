@@ -1,4 +1,4 @@
-"""Spectral densities: weighted points of Lanczos runs, their smoothing, Chebyshev series."""
+"""``density`` by Lanczos quadrature or the kernel polynomial method, and the results of both."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class DiscreteDensity(SampledDensity):
     Attributes:
         nodes: Ritz values, one row per probe, ``(num_probes, m)``, float64.
         weights: Gauss weights of the same shape; each row has sum 1.
-        roundoff: Rounding error of the nodes. A smaller node cannot be distinguished from zero.
+        roundoff: Roundoff of the nodes. A node of smaller magnitude may be zero.
         dimension: Order ``n`` of the operator.
         num_products: Number of products.
         seed: Seed of the probes.
@@ -71,8 +71,8 @@ class DiscreteDensity(SampledDensity):
     def smoothed(self, width: float | None = None) -> "SmoothedDensity":
         """Return the density with points replaced by Gaussians of standard deviation ``width``.
 
-        The width defaults to the length of the support divided by the number of steps. That is
-        about the distance between neighbouring Ritz values, below which nothing is resolved.
+        The width defaults to the length of the support divided by the number of steps, which is
+        about the distance between neighbouring Ritz values.
         """
         if width is None:
             low, high = self.support
@@ -175,7 +175,7 @@ class SmoothedDensity(SampledDensity):
         x = as_points(x)
         nodes, weights = self.discrete.nodes, self.discrete.weights
         scaled = x.reshape(-1, 1) / self.width
-        rows = [  # one at a time: all together would need (probes, points, nodes) of memory
+        rows = [  # one at a time: all would need memory of size (probes, points, nodes)
             kernel(scaled - node / self.width) @ weight
             for node, weight in zip(nodes, weights, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""The marginal likelihood of a Gaussian process."""
+"""``log_likelihood`` of a Gaussian process, and the inverse quadratic form in it."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
 from ritz._core.sampling import ROUNDOFF, column_dots
 from ritz.operators import KernelOperator, LinearOperator, OperatorLike, as_operator
-from ritz.spectra._cg import cholesky_factor, factor_roundoff, solve
+from ritz.spectra._cg import solve
 from ritz.spectra._functions import logdet
 from ritz.spectra._logdet_gradient import (
     LowRankPreconditioner,
@@ -22,6 +22,7 @@ from ritz.spectra._logdet_gradient import (
     fits,
     logdet_gradient,
 )
+from ritz.spectra._positive_definite import cholesky_factor, factor_roundoff
 
 LikelihoodMethod = Literal["auto", "cholesky", "krylov", "lanczos"]
 
@@ -190,7 +191,7 @@ def inverse_form(
     if noise:
         error = float(column_dots(residual, residual)) / noise
     else:
-        # Without a bound of A^{-1}, solve for r'A^{-1}r: a hundredth of it is accurate enough.
+        # Without a bound of A^{-1}, solve for r'A^{-1}r, to a relative accuracy of 0.01.
         rest = solve(op, residual[:, 0], rtol=0.01, max_steps=max_steps)
         known = rest.status.ok
         error = 2 * abs(float(column_dots(residual, rest.x[:, None]))) if known else math.inf

@@ -1,4 +1,4 @@
-"""Gradients of log determinants of kernel matrices, from random probes, with error bars."""
+"""``logdet_gradient``: gradients of log determinants of kernel matrices, with error bars."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
 from ritz._core.sampling import draw_probes
 from ritz.operators import FunctionOperator, KernelOperator, LinearOperator
-from ritz.spectra._cg import cholesky_factor, not_positive
 from ritz.spectra._lanczos import TUNING as LANCZOS
 from ritz.spectra._lanczos import Recurrence, step
+from ritz.spectra._positive_definite import cholesky_factor, not_positive
 
 GradientMethod = Literal["auto", "cholesky", "lanczos"]
 
@@ -25,8 +25,8 @@ GradientMethod = Literal["auto", "cholesky", "lanczos"]
 class Tuning:
     """Constants of the gradients."""
 
-    # A pivot below this fraction of the output scale is roundoff: it is a difference of numbers of
-    # the size of the output scale, and the factor grows as its inverse square root.
+    # A pivot below this fraction of the output scale is roundoff, because it is a difference of
+    # numbers as large as the output scale.
     pivot: float = 1e-10
     # A matrix of up to 32 MiB, which is 2048 rows in float64, is factored: a second on one thread.
     dense: int = 2**25
@@ -139,10 +139,10 @@ def inverse_roots(
 
     :math:`R` may be any symmetric matrix; one close to :math:`A^{-1/2}` saves steps. After
     :math:`m` steps with basis :math:`V` and projection :math:`T`,
-    :math:`u_m = \|z\| R V T^{-1/2} e_1`. As :math:`x^{-1/2}` is a mean of :math:`(x + t)^{-1}` over
-    :math:`t > 0`, and the residual :math:`\rho_m` of conjugate gradients falls with the shift
-    :math:`t`, :math:`\|u_m - u\|_A \le \rho_m`, where :math:`\|u\|_A = \|z\|`. So the stopping rule
-    of conjugate gradients is a bound here.
+    :math:`u_m = \|z\| R V T^{-1/2} e_1`. The residual :math:`\rho_m` of conjugate gradients bounds
+    the error, :math:`\|u_m - u\|_A \le \rho_m` with :math:`\|u\|_A = \|z\|`, because
+    :math:`x^{-1/2}` is a mean of :math:`(x + t)^{-1}` over :math:`t > 0` and the residual falls
+    with the shift :math:`t`.
 
     Cost: one product per step and vector. Memory: ``k`` times as many vectors as steps.
 
@@ -327,9 +327,9 @@ def attach_gradient(
 def differentiable(
     estimate: Estimate, parameters: dict[str, Tensor], gradient: Callable[[], dict[str, Estimate]]
 ) -> Estimate:
-    """Return the estimate of a scalar with a graph to parameters; backward calls ``gradient``.
+    """Return a scalar estimate whose mean is differentiable in parameters.
 
-    The backward pass raises if an estimate of the gradient has not converged.
+    The backward pass calls ``gradient``, and raises if one of its estimates has not converged.
     """
     if not (parameters and torch.is_grad_enabled()):
         return estimate

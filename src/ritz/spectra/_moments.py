@@ -1,4 +1,4 @@
-"""Moments of a spectral density in Chebyshev, Legendre or power basis."""
+"""``moments`` of a spectral density in the Chebyshev, Legendre or power basis."""
 
 import math
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ def moments(
         num_probes: Number of probes. If ``rtol`` is given, the minimum number.
         rtol: Add probes until the 95 % interval is within this fraction of the moments, both in the
             Euclidean norm.
-        max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
+        max_probes: Maximum number of probes with ``rtol``.
         block_size: Number of probes that are multiplied together. Defaults to the block size of the
             operator.
         probe: ``rademacher`` or ``gaussian``.
@@ -171,7 +171,7 @@ def _rows(
     interval: tuple[float, float],
     basis: MomentBasis,
 ) -> Iterator[Tensor]:
-    """Yield z'T_j(A)z, or z'A^j z for powers, for the columns of a block; two per product."""
+    """Yield z'T_j(A)z, or z'A^j z for powers, for all columns; two degrees per product."""
     chebyshev, (low, high) = basis != "power", interval
     before, current = block, block
     zeroth = first = column_dots(block, block)
@@ -232,8 +232,8 @@ def _check_inside(
 
 
 def _widened(ends: Bounds, eps: float) -> tuple[float, float]:
-    # The spectrum of a multiple of the identity is a point: an interval of the length of roundoff
-    # would magnify roundoff.
+    # The spectrum of a multiple of the identity is a point. Mapping an interval as short as
+    # roundoff to [-1, 1] would magnify roundoff.
     size = max(abs(ends.low), abs(ends.high))
     if ends.high - ends.low > eps**0.5 * size:
         return ends.low, ends.high

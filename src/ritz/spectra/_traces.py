@@ -1,4 +1,4 @@
-"""Traces, diagonals and the Frobenius norm by random probes."""
+"""``trace``, ``diagonal`` and ``frobenius_norm``, exact or by random probes."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ from ritz._core.sampling import (
     Sampling,
     check_samples,
     column_dots,
-    doubted,
+    doubt_equal_samples,
     draw_probes,
     is_settled,
 )
@@ -27,7 +27,7 @@ from ritz.operators import LinearOperator, OperatorLike, as_operator, exact
 # ------------------------------------------------------------------------------------------
 # Traces and the Frobenius norm.
 
-# Norms between these need no scaling: their squares are normal numbers of single precision.
+# Norms in this interval need no scaling: their squares are normal numbers of single precision.
 EASY = (1e-15, 1e15)
 
 TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
@@ -57,10 +57,10 @@ def trace(
 
     The variance of ``hutchinson`` with Rademacher probes is
     :math:`2 (\|A\|_F^2 - \sum_i A_{ii}^2)`. ``hutch++`` computes the trace on the range of a random
-    sketch exactly and estimates the rest by sampling. ``xtrace`` averages this over all choices of
-    one probe that is left out. Its samples share probes, so its standard error is multiplied by
-    :math:`\sqrt 2`. Where that takes no more products, products with the ``n`` unit vectors give
-    the exact trace.
+    sketch exactly and estimates the rest by sampling. ``xtrace`` uses all probes but one for the
+    sketch and samples with the remaining one, and averages over all choices of it. Its samples
+    share probes, so its standard error is multiplied by :math:`\sqrt 2`. If ``n`` products are no
+    more than the method would use, products with unit vectors give the exact trace.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
@@ -136,7 +136,7 @@ def frobenius_norm(
         mean = estimate.mean.sqrt()
         error = estimate.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
         root = replace(estimate, mean=mean, stderr=error, truncation=_eps(op) * mean)
-        root = root if samples.complete else doubted(root)
+        root = root if samples.complete else doubt_equal_samples(root)
         return replace(root.scaled(unit), samples=None if samples.complete else samples.values)
 
     return plan.run(op, measure, finish, generator=generator, progress=progress, label="norm")
@@ -145,7 +145,7 @@ def frobenius_norm(
 def _by_structure(
     op: LinearOperator, quantity: Literal["trace", "diagonal"], method: str
 ) -> tuple[Estimate | None, str]:
-    """Return the exact value if the structure of the operator knows it, and otherwise why not."""
+    """Return the exact value if the operator knows it, otherwise ``None`` and the reason."""
     value, note = exact(op, quantity) if method in ("auto", "exact") else (None, "")
     if value is not None:
         size = torch.as_tensor(value).abs()
@@ -163,7 +163,7 @@ def _eps(op: LinearOperator) -> float:
 
 def _norms(block: Tensor) -> Tensor:
     """Return the norms of columns ``(k,)``, in float64."""
-    # Not vector_norm, which adds a column up one entry at a time: its error grows with the length.
+    # vector_norm sums a column sequentially, so its error would grow with the length.
     norms = column_dots(block, block).sqrt()
     if EASY[0] < float(norms.norm()) < EASY[1]:
         return norms
@@ -174,7 +174,7 @@ def _norms(block: Tensor) -> Tensor:
 def _forms(block: Tensor, product: Tensor) -> Tensor:
     r"""Return :math:`z^\top A z` and :math:`|z| |A z|`, which bounds its roundoff, ``(k, 2)``."""
     unit, norm = 1.0, float(product.norm())
-    # Sums of small numbers would vanish, and those of large ones overflow.
+    # Scale, because sums of very small numbers would underflow and those of large ones overflow.
     if not EASY[0] < norm < EASY[1]:
         unit = power_of_two(product)
         product = product / unit
@@ -182,7 +182,7 @@ def _forms(block: Tensor, product: Tensor) -> Tensor:
     forms = column_dots(block, product)
     # |z|^2 is close to n; the mean over the block stands for each |A z|.
     n, count = block.shape
-    size = norm if math.isfinite(norm) else 0.0  # the forms tell which product is not finite
+    size = norm if math.isfinite(norm) else 0.0  # check_samples raises if it is not
     magnitudes = torch.full_like(forms, size * math.sqrt(n / count))
     return unit * torch.stack([forms, magnitudes], 1)
 
@@ -194,18 +194,18 @@ def _hutchinson(
     progress: bool | Progress,
     rank: int,
 ) -> Estimate:
-    """Sample the trace, after a part of rank ``rank`` that is treated exactly (Hutch++)."""
+    """Estimate the trace by Hutchinson, or by Hutch++ with a sketch of rank ``rank``."""
     method = f"Hutch++, sketch of rank {rank}" if rank else "Hutchinson"
     basis, inside, magnitude = None, 0.0, 0.0
     if rank and 2 * rank + plan.num_probes >= op.shape[0]:
-        return _by_unit_vectors(op).judged(plan.rtol)
+        return _by_unit_vectors(op).with_status(plan.rtol)
     if rank:
         image = op.matmat(draw_probes(op, rank, kind=plan.probe, generator=generator))
         check_samples(image.T, 0)
         basis = torch.linalg.qr(image).Q
         product = op.matmat(basis)
         inside = float(column_dots(basis, product).sum())
-        magnitude = float(_norms(product).sum())  # terms of both signs cancel
+        magnitude = float(_norms(product).sum())  # larger than the sum, whose terms may cancel
 
     def measure(block: Tensor) -> Tensor:
         # tr A = tr Q'AQ + tr PAP with P = I - QQ': the first term exactly, the second by probes P z
@@ -233,7 +233,7 @@ def _xtrace(
         for count in looks:
             if count == op.shape[0]:
                 known = _by_unit_vectors(op)
-                return replace(known, num_products=spent + count).judged(plan.rtol)
+                return replace(known, num_products=spent + count).with_status(plan.rtol)
             fresh = draw_probes(op, count - omega.shape[1], kind="gaussian", generator=generator)
             omega, image = torch.cat([omega, fresh], 1), torch.cat([image, op.matmat(fresh)], 1)
             check_samples(image.T, 0)
@@ -243,11 +243,11 @@ def _xtrace(
             estimate = Estimate.of(
                 samples, method="XTrace", num_products=spent, truncation=roundoff, seed=seed
             )
-            # Samples that share probes are correlated. Each has mean zero given the other probes,
-            # so two of them covary through pairs of probes at least. If pairs were all, the
-            # variance would at most double: hence the factor sqrt(2). Measured on flat, power-law
-            # and exponential spectra, the naive error is too small by 1 to 1.6.
-            estimate = replace(estimate, stderr=2**0.5 * estimate.stderr).judged(plan.rtol)
+            # Samples that share probes are correlated. Given the other probes each sample has mean
+            # zero, so two samples covary only through terms in pairs of probes or more. Terms in
+            # pairs at most double the variance: hence the factor sqrt(2). On flat, power-law and
+            # exponential spectra the error without it is too small by a factor of 1 to 1.6.
+            estimate = replace(estimate, stderr=2**0.5 * estimate.stderr).with_status(plan.rtol)
             bar.update(count)
             if is_settled(estimate, plan.rtol):
                 break
@@ -270,9 +270,9 @@ def _by_unit_vectors(
 
 
 def _leave_one_out(op: LinearOperator, omega: Tensor, image: Tensor) -> tuple[Tensor, float]:
-    r"""Return one estimate per probe, and the size of the numbers that they are made of.
+    r"""Return one estimate per probe, and the magnitude of the numbers that are summed.
 
-    Each estimate is exact on the range of the other probes, and sampled by its probe elsewhere.
+    Each estimate is exact on the range of ``A`` times the other probes, and sampled elsewhere.
 
     Epperly, Tropp and Webber (2024), Section 2: with :math:`Y = A \Omega = Q R`, leaving column
     ``i`` out removes from the range of ``Q`` the direction :math:`Q s_i`,
@@ -284,7 +284,8 @@ def _leave_one_out(op: LinearOperator, omega: Tensor, image: Tensor) -> tuple[Te
     basis, factor = torch.linalg.qr(image)
     # Only directions matter, so R is scaled: then neither R nor its inverse overflows.
     factor = factor.double() / factor.abs().max().double().clamp_min(1e-300)
-    # If A has low rank, R has zeros on its diagonal; any direction of the kernel serves.
+    # If A has low rank, R has zeros on its diagonal. Replace them: any direction in the kernel will
+    # do.
     floor = torch.finfo(op.dtype).eps
     tiny = factor.diagonal().abs() <= floor
     factor = factor + torch.diag(torch.where(tiny, floor, 0.0).double())
@@ -364,7 +365,7 @@ def diagonal(
         for goal in looks:
             if goal == op.shape[0]:
                 known = _by_unit_vectors(op, "diagonal")
-                return replace(known, num_products=running.count + goal).judged(rtol)
+                return replace(known, num_products=running.count + goal).with_status(rtol)
             while running.count < goal:
                 width = min(plan.width(op), goal - running.count)
                 block = draw_probes(op, width, kind=probe, generator=generator)
@@ -373,8 +374,9 @@ def diagonal(
                 running.add(samples.double())
                 bar.update(running.count)
             estimate = running.estimate("mean of z * (A z)" + reason, seed)
-            # z_i (A z)_i is linear in the other signs, so two of its values are equally likely.
-            estimate = doubted(estimate, alike=FEWEST).judged(rtol)
+            # z_i (A z)_i is linear in the other signs: it is constant, or no value has a
+            # probability above 1/2.
+            estimate = doubt_equal_samples(estimate, alike=FEWEST).with_status(rtol)
             if is_settled(estimate, plan.rtol):
                 break
     return estimate
@@ -383,8 +385,8 @@ def diagonal(
 class _Running:
     """Running mean and squared deviations of columns (Chan, Golub and LeVeque 1983).
 
-    In float64, and in units of a power of two: the squares of small or large numbers are not
-    representable.
+    In float64 and in units of a power of two, because squares of small or large numbers leave the
+    range.
     """
 
     def __init__(self, op: LinearOperator) -> None:

@@ -38,7 +38,7 @@ def check_operator(
     def assert_same(left: Tensor, right: Tensor, name: str) -> None:
         torch.testing.assert_close(left, right, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
 
-    # A view of the input would change when the caller changes the product in place.
+    # The product must be a new tensor: a view would change the input when it is modified in place.
     kind = (product.shape, product.dtype, product.device)
     same = kind == (block.shape, op.dtype, op.device)
     _require(same, f"a product must be like its block: {kind}")

@@ -305,7 +305,7 @@ class Folder(os.PathLike[str]):
     def read(self) -> Checkpoint | None:
         """Return the checkpoint or ``None``; raise if the folder has weights but no checkpoint."""
         if not self.file.exists():
-            left = next((path for path in self._weights() if storage.is_own(path)), None)
+            left = next((path for path in self._weights() if storage.is_ritz_file(path)), None)
             if left is not None:
                 raise CheckpointError(
                     f"{self.path} has {left.name} but no checkpoint to resume from: start again "
@@ -369,7 +369,7 @@ def _remove(paths: Iterable[Path]) -> None:
     """Remove files of an earlier run, or none of them if one was not written by ritz."""
     present = [path for path in paths if path.exists()]
     for path in present:
-        if not storage.is_own(path):
+        if not storage.is_ritz_file(path):
             raise CheckpointError(
                 f"{path} was not written by ritz and would be deleted: move it, or choose another "
                 "folder"

@@ -138,7 +138,7 @@ def _read_pickle(path: FilePath) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: FilePath) -> dict[str, Tensor]:
-    if storage.is_own(path):
+    if storage.is_ritz_file(path):
         tensors, header = storage.read_tensors(path)
         if isinstance(header, Mapping) and header.get("kind") == "weights":
             return tensors

@@ -1,4 +1,4 @@
-"""From records of edges to a graph, in memory bounded by its compressed rows."""
+"""``assemble``: from records of edges to a graph, in memory bounded by its compressed rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,17 +23,17 @@ MAX_NODES = 2**31 - 1  # two ends and a direction are packed into one 64-bit key
 class _Sizes:
     """Sizes that bound the memory of reading, which is about three times that of the graph.
 
-    The files of ``tests/graphs/test_memory.py`` take 3.2 times without weights and 2.3 with.
+    For the files of ``tests/graphs/test_memory.py`` it is 3.2 times without weights and 2.3 with.
     """
 
-    # Records per array. Freed arrays of 32 MiB go back to the system; small ones stay with the
-    # allocator.
+    # Records per array. Freed arrays of 32 MiB are returned to the system; small ones remain with
+    # the allocator.
     slab: int = 2**22
-    # Entries converted at a time, where a temporary of all of them would be the peak.
+    # Number of entries converted at a time, to keep temporary arrays small.
     block: int = 2**20
-    # A source may declare this many vertices for few edges: they take under half a gibibyte.
+    # A source may always declare this many vertices, which take less than half a gibibyte.
     free_nodes: int = 2**24
-    # Beyond that, at most so many vertices per edge: 64 of 28 bytes are 1.8 kB, about a hundred
+    # Beyond that, at most this many vertices per edge: 64 x 28 bytes are 1.8 kB, about a hundred
     # times the line of the file that lists the edge.
     nodes_per_edge: int = 64
     # Bytes per vertex while a graph is assembled, for the error message.
@@ -48,7 +48,7 @@ SIZES = _Sizes()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What self-loops, repeated edges and directions mean.
+    """How to treat self-loops, repeated edges and directions.
 
     Attributes:
         directed: ``drop`` the directions of a directed source, or ``refuse`` it.
@@ -68,16 +68,17 @@ class Rules:
 
 @dataclass(slots=True, kw_only=True)
 class Records:
-    """Edges as they are read, 8 bytes each while ids fit into 31 bits, otherwise 16.
+    """Edges as they are read. An edge takes 8 bytes if ids fit into 31 bits, otherwise 16.
 
     Attributes:
         source: Name of the source for messages.
-        kind: ``edges``: both orders of a pair are one edge. ``arcs``: an order is a direction, and
-            a pair without its reverse makes the source directed. ``list``: edges, unless some
-            pairs occur in both orders and others in one, which only a directed graph has.
+        kind: ``edges``: both orders of a pair are the same edge. ``arcs``: the order is a
+        direction,
+            and a pair without its reverse makes the source directed. ``list``: like ``edges``, but
+            directed if some pairs occur in both orders and others in one.
         num_nodes: Vertices are ``0 .. num_nodes - 1``. ``None``: the ids that occur, renumbered.
         names: Names of the vertices in the source; only with ``num_nodes``.
-        directed: The source says that it is directed.
+        directed: Whether the source declares that it is directed.
     """
 
     source: str
@@ -146,13 +147,13 @@ def check_size(source: str, num_nodes: int, num_records: int, expected: int | No
 
 
 # ------------------------------------------------------------------------------------------
-# Sorting: a pair {u, v} with u < v is the key u << 32 | v << 1 | (1 if it was listed as v, u), so
-# that repeats are neighbours after one sort, and so are both directions of an edge.
+# Sorting: a pair {u, v} with u < v has the key u << 32 | v << 1 | (1 if it was listed as v, u).
+# After one sort, repeats are neighbours, and so are both directions of an edge.
 
 
 @dataclass(slots=True)
 class _Packed:
-    """Keys of edges; arrays are replaced as the work proceeds, to keep one stage in memory."""
+    """Keys of edges. Each stage replaces the arrays, so that only one stage is in memory."""
 
     keys: Int
     weights: Float | None
@@ -181,9 +182,10 @@ class _Packed:
         self.keys = self.keys[first]
 
     def drop_directions(self) -> tuple[int, int, int]:
-        """Count pairs with both directions, with one, and with both but unequal weights.
+        """Drop the direction bits of sorted, distinct keys in place.
 
-        Keys must be sorted and distinct; their direction bits are dropped in place.
+        Return the number of pairs with both directions, with one, and with both but unequal
+        weights.
         """
         self.keys >>= 1
         both = self.keys[1:] == self.keys[:-1]
@@ -201,7 +203,7 @@ def _first_of_sorted(values: Array) -> npt.NDArray[np.bool_]:
 
 
 def _distinct(ends: list[Array]) -> Int:
-    """The ids that occur in pairs ``(2, k)``, ascending."""
+    """Return the ids that occur in pairs ``(2, k)``, ascending."""
     size = sum(pair.size for pair in ends)
     largest = max((int(pair.max()) for pair in ends), default=-1)
     if largest < 4 * size:  # a table of one byte per id is no larger than the pairs
@@ -211,7 +213,7 @@ def _distinct(ends: list[Array]) -> Int:
         return np.flatnonzero(present)
 
     def unique(ids: Array, kind: Literal["quicksort", "stable"] = "stable") -> Int:
-        # numpy.unique hashes, which costs several times more; a stable sort merges sorted parts.
+        # A stable sort merges sorted parts, and is several times faster than numpy.unique.
         ordered = np.sort(ids, kind=kind)
         return ordered[_first_of_sorted(ordered)].astype(np.int64)
 
@@ -224,7 +226,7 @@ def _distinct(ends: list[Array]) -> Int:
 
 
 def _renumbering(ids: Int | None, num_pairs: int) -> Callable[[Array], Int]:
-    """The function from ids to vertices, by a table if that is no larger than the pairs."""
+    """Return the function from ids to vertices, with a table if it is no larger than the pairs."""
     if ids is None or not len(ids):
         return lambda pair: pair.astype(np.int64)
     if ids[-1] >= 2 * num_pairs:
@@ -235,7 +237,7 @@ def _renumbering(ids: Int | None, num_pairs: int) -> Callable[[Array], Int]:
 
 
 def _pack(ends: list[Array], weights: list[Float], ids: Int | None) -> _Packed:
-    """Keys of pairs ``(2, k)``, which are used up, without self-loops and weights of zero."""
+    """Return keys of pairs ``(2, k)`` without self-loops and weights of zero; empty the list."""
     keys = np.empty(sum(pair.shape[1] for pair in ends), np.int64)
     values = np.empty(len(keys)) if weights else None
     renumber = _renumbering(ids, len(keys))
@@ -268,11 +270,11 @@ def _pack(ends: list[Array], weights: list[Float], ids: Int | None) -> _Packed:
 
 
 def assemble(records: Records, rules: Rules, *, edgeless: bool = False) -> Graph:
-    """Return the graph of all records, which are used up.
+    """Return the graph of all records, and release their memory.
 
     Args:
         records: All records.
-        rules: What to do with loops, repeats and directions.
+        rules: How to treat loops, repeats and directions.
         edgeless: Accept a graph without edges.
 
     Cost: a sort of the records. Memory: about three times the compressed rows.
@@ -303,7 +305,7 @@ def assemble(records: Records, rules: Rules, *, edgeless: bool = False) -> Graph
     )
     if not (len(packed.keys) or edgeless):
         count = f"{n:,} {'vertex' if n == 1 else 'vertices'}"
-        # The records that were dropped may explain it.
+        # Name the records that were dropped, which may be the reason.
         dropped = f" ({intake})" if intake.num_records else ""
         raise GraphError(f"{records.source} has no edge between two vertices, but {count}{dropped}")
     return _graph(packed, n, diagonal, records.names, intake)
@@ -332,13 +334,13 @@ def _combine(packed: _Packed, records: Records, rules: Rules) -> tuple[int, bool
         raise GraphError(f"{records.source} {reason}; {advice}")
     if refuse and records.kind == "edges" and both:
         raise GraphError(f"{records.source} names {both} edges in both orders")
-    # An arc and its reverse are one edge; their weights do not add up.
+    # An arc and its reverse become one edge, whose weight is not their sum.
     packed.merge(sums=sums and records.kind != "arcs")
     return both, directed
 
 
 def _diagonal(packed: _Packed, n: int, records: Records, rules: Rules) -> Float | None:
-    """Weights of the self-loops ``(n,)``, or ``None`` if they are dropped."""
+    """Return the weights of the self-loops ``(n,)``, or ``None`` if they are dropped."""
     if rules.self_loops == "refuse" and len(packed.loops):
         first = records.name(int(packed.loops[0]))
         raise GraphError(
@@ -377,7 +379,7 @@ def _graph(packed: _Packed, n: int, diagonal: Float | None, names: Names, intake
 
 
 def _symmetric_matrix(packed: _Packed, n: int, diagonal: Float | None) -> Any:
-    """The matrix of sorted keys without direction bits, which are used up."""
+    """Return the symmetric matrix of sorted keys without direction bits; release the keys."""
     col = np.empty(len(packed.keys), np.int32)
     for start in range(0, len(col), SIZES.block):
         block = slice(start, start + SIZES.block)
@@ -385,7 +387,7 @@ def _symmetric_matrix(packed: _Packed, n: int, diagonal: Float | None) -> Any:
     packed.keys >>= 31
     counts = np.bincount(packed.keys, minlength=n)
     packed.keys = np.empty(0, np.int64)
-    # Without weights only the places matter, and an entry has one byte.
+    # Without weights one byte per entry suffices.
     data: Array = np.ones(len(col), np.int8) if packed.weights is None else packed.weights
     packed.weights = None
     # Indices have 32 bits if they can count the entries of both triangles.

@@ -119,13 +119,13 @@ def to_undirected(
     check_weights(matrix.data, "the matrix")
     both = matrix.maximum(matrix.T) if combine == "max" else matrix + matrix.T
     both = both / 2 if combine == "mean" else both
-    # The rule is for pairs of vertices: A_ii stays as it was.
+    # The rule applies to pairs of different vertices: A_ii does not change.
     both = both - scipy.sparse.diags_array(both.diagonal() - matrix.diagonal())
     return assemble(_matrix_records(scipy.sparse.csr_array(both), x), Rules(self_loops=self_loops))
 
 
 def _arc_matrix(records: Records, *, sums: bool) -> Any:
-    """The matrix of arcs; the weights of repeated arcs are summed, or the largest is taken."""
+    """Return the matrix of arcs, with the sum or the largest of the weights of repeated arcs."""
     ends = np.concatenate([np.empty((2, 0), np.int64), *records.ends], axis=1)
     data = np.concatenate(records.weights) if records.weights else np.ones(ends.shape[1])
     if records.kind == "edges":  # an edge is two arcs, a self-loop one
@@ -144,7 +144,7 @@ def _arc_matrix(records: Records, *, sums: bool) -> Any:
 
 
 def _records_or_matrix(x: Any, weights: Any, num_nodes: int | None) -> Any:
-    """Records of a graph or an ``edge_index``; otherwise a matrix in compressed rows."""
+    """Return records of a graph or an ``edge_index``, or a matrix in compressed rows."""
     if is_networkx(x) or _is_igraph(x):
         if isinstance(weights, Tensor | np.ndarray | list):
             kind = type(weights).__name__
@@ -178,7 +178,7 @@ def _records_or_matrix(x: Any, weights: Any, num_nodes: int | None) -> Any:
     if x.dtype.kind not in "fiub":
         raise TypeError(f"the weight matrix of a graph must contain real numbers, got {x.dtype}")
     matrix: Any = scipy.sparse.csr_array(x)
-    # The array may share memory with x, which is not changed.
+    # Copy before changing it: the array may share memory with x.
     if not matrix.has_canonical_format:
         matrix = matrix.copy()
         matrix.sum_duplicates()
@@ -204,7 +204,7 @@ def _from_igraph(x: Any, attribute: Any, *, source: str) -> Records:
 
 
 def _is_edge_index(x: Array, *, unambiguous: bool) -> bool:
-    # Two rows are an edge_index, since no square matrix has them, unless there are two columns.
+    # An array with two rows is an edge_index. With two columns it may be a square matrix instead.
     if x.ndim != 2 or x.shape != (2, 2):
         return x.ndim == 2 and x.shape[0] == 2
     if x.dtype.kind in "iu" and not unambiguous:
@@ -231,7 +231,7 @@ def _edge_index_records(ends: Array, weights: Any, num_nodes: int | None) -> Rec
                 f"weights must be ({ends.shape[1]},), one per edge, got {weights.shape}"
             )
         check_weights(weights := weights.astype(np.float64), "weights")
-    # As a list: edges that occur once, in either order, are an undirected graph too.
+    # As a list: if every edge occurs once, in either order, the graph is undirected too.
     records = Records(source="edge_index", kind="list", num_nodes=n)
     u, v = ends.astype(np.int64)
     records.add(u, v, weights)

@@ -1,4 +1,4 @@
-"""``read``: graphs from files of the usual formats, and from NetworkX, which reads two of these."""
+"""``read``: graphs from files. NetworkX parses GML and GraphML."""
 
 import io
 import os
@@ -38,7 +38,7 @@ def from_networkx(x: Any, weight: Any, *, source: str) -> Records:
     Args:
         x: The graph.
         weight: Attribute that is the weight of an edge; an edge without it has weight one. With
-            ``False`` all have.
+            ``False`` all edges have weight one.
         source: Name for messages.
     """
     nodes = list(x.nodes)
@@ -76,7 +76,7 @@ def integer_names(names: tuple[str, ...]) -> Tensor | tuple[str, ...] | None:
 
 
 # ------------------------------------------------------------------------------------------
-# GML and GraphML: small files, whose whole text is given to the parsers of NetworkX.
+# GML and GraphML: small files, whose whole text is passed to the parsers of NetworkX.
 
 _WEIGHT_NAMES = ("weight", "value")
 # Entities can expand without bound, and only a document type declares them.
@@ -104,13 +104,13 @@ def read_markup(
     if kind == "graphml" and _count_tags(data, b"graph") > 1:
         raise GraphError(f"{source.name} contains more than one graph")
     try:
-        # Warnings are about types and shapes of attributes that nobody reads here.
+        # Ignore warnings about attributes, which are not read.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph = _parse_gml(data) if kind == "gml" else networkx.read_graphml(io.BytesIO(data))
         _choose_weights(graph, weights)
         records = from_networkx(graph, "weight", source=source.name)
-    except Exception as error:  # of whatever kind: the file is at fault, and not the caller
+    except Exception as error:  # parsers raise many kinds of errors for invalid files
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise GraphError(f"{source.name} cannot be read as {kind}: {reason}") from None
     if kind == "graphml" and graph.number_of_nodes() > _count_tags(data, b"node"):
@@ -165,7 +165,7 @@ _SUFFIXES: dict[str, Format] = {
     ".graph": "metis",
     ".mtx": "mtx",
 }
-# No text makes this look at a byte more than twice.
+# This pattern looks at each byte at most twice, whatever the text.
 _GML = re.compile(rb"(?m)^[ \t]*graph\s*\[")
 
 
@@ -248,7 +248,7 @@ def read(
 
 
 def _guess(path: Path, head: bytes) -> Format:
-    """The format by the first bytes if these are distinctive, otherwise by the suffix."""
+    """Return the format by the first bytes if they are distinctive, otherwise by the suffix."""
     # XML and the banner of Matrix Market cannot begin an edge list, nor can "graph [".
     start = head.lstrip()
     if start[: len(BANNER)].lower() == BANNER.lower():

@@ -27,9 +27,9 @@ from ritz.graphs._io.assembly import Float, Int, Records, check_size
 # ------------------------------------------------------------------------------------------
 # Files as streams of whole lines, in bounded memory.
 
-CHUNK = 2**17  # bytes per block: large enough to hide Python, small enough for the cache
-MAX_LINE = 2**20  # bytes of one line of an edge list
-MAX_BYTES = 2**30  # of a file that is read at once; a decompressed file may be far larger
+CHUNK = 2**17  # bytes per block: few calls of Python, and small enough for the cache
+MAX_LINE = 2**20  # maximum length of a line of an edge list, in bytes
+MAX_BYTES = 2**30  # maximum size of a file that is read as a whole, after decompression
 _BOM = b"\xef\xbb\xbf"
 # Compressed files by their first bytes, and how to open them.
 _COMPRESSED: dict[bytes, tuple[str, Any]] = {
@@ -62,7 +62,7 @@ class Source:
     def read(self, size: int) -> bytes:
         """Return the next bytes, fewer than ``size`` only at the end."""
         block = self.stream.read(size)
-        # The position in the compressed file; a reader may look beyond the end.
+        # The position in the compressed file. A decompressor may read beyond its end.
         done = min(self.raw.tell(), os.fstat(self.raw.fileno()).st_size)
         self.tracker.update(done >> self.shift)
         return block
@@ -81,10 +81,10 @@ class Source:
         """Yield blocks of whole lines that end in a newline, with the number of the first line."""
         number, rest = 1, b""
         while block := self.read(CHUNK):
-            # The last block ends the last line, so that a small file is one block.
+            # End the last line with a newline here, so that a small file is one block.
             end = b"\n" if len(block) < CHUNK and not block.endswith(b"\n") else b""
             block = rest + (block if number > 1 or rest else block.removeprefix(_BOM)) + end
-            # Whole lines now; the beginning of the last line waits for the next block.
+            # Yield whole lines. The rest is the beginning of the first line of the next block.
             cut = block.rfind(b"\n") + 1
             rest = block[cut:]
             if len(rest) > max_line:
@@ -132,20 +132,20 @@ def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iter
             raise GraphError(f"{name} is a {state} {kind} file: {error}") from error
 
 
-def peek(path: str | os.PathLike[str], size: int = 2**16) -> bytes:
+def peek(path: str | os.PathLike[str]) -> bytes:
     """Return the first bytes of a file, decompressed; raise if they are not text."""
     with open_source(path, progress=False) as source:
-        head = source.read(size).removeprefix(_BOM)
+        head = source.read(CHUNK // 2).removeprefix(_BOM)
         if b"\0" in head:
             raise GraphError(f"{source.name} is a binary file, not a text that describes a graph")
         if not head.strip():
-            head += source.read(size)
+            head += source.read(CHUNK // 2)
     return head
 
 
 # ------------------------------------------------------------------------------------------
-# Edge lists: lines of two ids and perhaps a weight. NumPy parses blocks of lines. If it refuses a
-# block, a regular expression skips the lines that are surely valid, and Python looks at the others.
+# Edge lists: lines of two ids and perhaps a weight. NumPy parses blocks of lines. If it rejects a
+# block, a regular expression skips the lines that are surely valid, and Python checks the others.
 
 MAX_ID = 2**63 - 1
 # ASCII characters 28 to 31 are spaces to NumPy but not to anybody else.
@@ -154,7 +154,8 @@ _COMMENT = re.compile(rb"[#%][^\n]*")
 _NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _Blocks = Iterator[tuple[bytes, int]]
 _Edges = tuple[Int, Int, Float | None]
-# Titles of columns that tables of edges have. Between names they would be an edge.
+# Usual titles of the columns of edge tables. If vertices have names, a line of titles would
+# otherwise be an edge.
 _TITLES = frozenset(
     b"source target src dst from to u v node1 node2 id1 id2 node_1 node_2 head tail".split()
 )
@@ -168,7 +169,7 @@ class LineReader:
         records: Receives edges and rejected lines.
         strict: Raise at the first invalid line instead of counting it as rejected.
         columns: Number of words per line; ``None`` until the first valid line.
-        weights: Whether the third word is a weight. ``None``: it is one if it exists.
+        weights: Whether the third word is a weight. ``None``: if there is a third word.
         low: Smallest valid id.
         high: Largest valid id.
         names: Vertices by name, in the order in which they occur; ``None`` if ids are numbers.
@@ -242,7 +243,7 @@ class LineReader:
         self._add(b"".join(valid))
 
     def _surely_valid(self) -> bytes:
-        """A pattern of any number of lines, blank or valid, that leaves out some valid ones."""
+        """Return a pattern of lines that are blank or valid. It does not match all valid lines."""
         # All numbers with fewer digits than high + 1 are at most high.
         most = len(str(self.high + 1)) - 1
         if self.columns is None or not most:
@@ -255,7 +256,7 @@ class LineReader:
         return b"(?:(?:%b)? *\n)*+" % (word + weight + unused)
 
     def _is_edge(self, words: list[bytes], number: int) -> bool:
-        """Whether a line is an edge; an invalid one is rejected, a blank one ignored."""
+        """Return whether a line is an edge. Reject an invalid line, and ignore a blank one."""
         fault = self._fault(words) if words else None
         if fault and self.strict:
             raise GraphError(f"{self.records.source}, line {number}: {fault}")
@@ -267,7 +268,7 @@ class LineReader:
         return bool(words and not fault)
 
     def _fault(self, words: list[bytes]) -> str | None:
-        """What is wrong with a line, if anything."""
+        """Return the reason why a line is invalid, or ``None``."""
         count = len(words)
         if self.columns is not None and count != self.columns:
             return f"has {count} columns, expected {self.columns}"
@@ -306,9 +307,10 @@ class LineReader:
 def _parse_digits(text: bytes, width: int, *, weighted: bool) -> _Edges:
     """Parse lines of numbers without sign and exponent, twice as fast as :func:`_parse_numbers`.
 
-    ``numpy.fromstring`` is fast for whole numbers but does not see ends of lines. So each of these
-    becomes the number -2, and a decimal point becomes -1 before the decimals: ``3 4 0.05`` becomes
-    ``3 4 0 -105 -2``. The places of negative numbers then say that all lines have the same form.
+    ``numpy.fromstring`` is fast for integers but ignores ends of lines. So the end of a line is
+    replaced by the number -2, and a decimal point by -1 before the decimals: ``3 4 0.05`` becomes
+    ``3 4 0 -105 -2``. If negative numbers are at the same places in all lines, all lines have the
+    same form.
     """
     point = b"." in text
     if b"-" in text or (point and b" ." in text):
@@ -323,10 +325,10 @@ def _parse_digits(text: bytes, width: int, *, weighted: bool) -> _Edges:
     weights = table[:, 2].astype(np.float64) if weighted else None
     if weights is not None and point:
         decimals = -table[:, 3]
-        # 1ddd lies between 10^3 and 2 * 10^3, so that the power of ten below it counts the digits.
+        # 1ddd lies between 10^3 and 2 * 10^3: the power of ten below it is the number of digits.
         power = _POWERS[np.searchsorted(_POWERS, decimals, side="right") - 1]
         weights = weights * power + (decimals - power)
-        # Whole numbers below 2^53 and powers up to 10^15 are exact: the division rounds once.
+        # Integers below 2^53 and powers of ten up to 10^15 are exact, so only the division rounds.
         if (table[:, 3] == -2).any() or weights.max() >= 2**53 or decimals.max() >= 2 * _POWERS[-1]:
             raise ValueError("a weight has too many digits")
         weights /= power
@@ -349,7 +351,7 @@ def _parse_numbers(text: bytes, width: int, *, weighted: bool) -> _Edges:
 
 
 def _whole_numbers(text: bytes) -> Int:
-    """All whole numbers of a text; ``ValueError`` if a word is none, or beyond 64 bits."""
+    """Return the integers of a text; ``ValueError`` if a word is not an integer of 64 bits."""
     with warnings.catch_warnings():
         # NumPy before 2.3 warns that it stopped at a word, and returns the numbers before it.
         warnings.simplefilter("error")
@@ -357,13 +359,13 @@ def _whole_numbers(text: bytes) -> Int:
             numbers = np.fromstring(text, np.int64, sep=" ")
         except DeprecationWarning as warning:
             raise ValueError(str(warning)) from None
-    if len(numbers) and numbers.max() == MAX_ID:  # larger ones are cut off there
+    if len(numbers) and numbers.max() == MAX_ID:  # NumPy replaces larger numbers by this one
         raise ValueError("a number may be beyond 64 bits")
     return numbers
 
 
 def _quoted(word: bytes) -> str:
-    """The word as a message may show it: short, and in ASCII."""
+    """Return a word for a message, shortened and in ASCII."""
     return ascii(word[:40].decode("utf-8", "backslashreplace") + "..." * (len(word) > 40))
 
 
@@ -388,9 +390,9 @@ def read_edge_list(
 
 
 def _has_names(text: bytes) -> bool:
-    """Whether most lines name a vertex by a word that is no number.
+    """Return whether most lines have a vertex that is a word and not a number.
 
-    If fewer do, the ids are numbers and these lines are invalid.
+    If fewer have, the ids are numbers and these lines are invalid.
     """
     text = _COMMENT.sub(b"", text.translate(_SEPARATORS))
     lines = [words[:2] for line in text.split(b"\n") if (words := line.split())]
@@ -399,7 +401,7 @@ def _has_names(text: bytes) -> bool:
 
 
 def _is_name(word: bytes) -> bool:
-    """Whether a word has a letter and is not a number such as ``1e5`` or ``nan``."""
+    """Return whether a word has a letter and is not a number such as ``1e5`` or ``nan``."""
     if not re.search(rb"[A-Za-z\x80-\xff]", word):
         return False
     try:
@@ -409,10 +411,10 @@ def _is_name(word: bytes) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------
-# Matrix Market: SciPy parses the header. The entries are read as an edge list with ids from 1:
-# scipy.io.mmread doubles a symmetric matrix and takes 168 MB for three million entries, before
-# there is a graph; this takes 83 MB until there is one, and reports invalid lines.
+# ------------------------------------------------------------------------------------------ Matrix
+# Market: SciPy parses the header. The entries are read as an edge list with ids from 1. This
+# reports invalid lines, and takes at most 83 MB for three million entries. scipy.io.mmread takes
+# 168 MB for the matrix alone, because it expands a symmetric matrix.
 
 BANNER = b"%%MatrixMarket"
 _MAX_HEADER = 2**24  # bytes of comments before the sizes
@@ -466,7 +468,7 @@ def read_matrix_market(
 
 
 def _read_array(name: str, text: bytes, n: int, weights: bool | None) -> Records:
-    """Arcs of a dense matrix, which SciPy reads: the file is about as large as the matrix."""
+    """Return the arcs of a dense matrix, which SciPy reads."""
     # A symmetric matrix has n (n + 1) / 2 numbers of two bytes each, or more.
     if n * (n + 1) > len(text):
         raise GraphError(f"{name} holds fewer numbers than its header says")
@@ -495,7 +497,7 @@ def check_weights(values: Array, name: str) -> None:
 
 
 def _split_header(blocks: _Blocks) -> tuple[bytes, _Blocks]:
-    """Comments with the first line after them, and all blocks of the rest."""
+    """Return the comments with the first line after them, and the blocks of all other lines."""
     head = b""
     for block, _ in blocks:
         head += block
@@ -582,7 +584,7 @@ def _add_neighbours(
     vertices = vertex + np.cumsum(is_vertex) - 1
     beyond = is_vertex & (vertices >= header.num_nodes) & (counts > 0)
     check(every, beyond, f"more lines than the {header.num_nodes} vertices of the header")
-    # Word i of the block stands in line line[i], at place[i] after the size and weights.
+    # Word i of the block is in line line[i], at place[i] after the size and weights of the vertex.
     line = np.repeat(every, counts)
     place = np.arange(len(line)) - (np.cumsum(counts) - counts)[line] - header.lead
     values = _numbers(b"\n".join(lines))
@@ -605,9 +607,9 @@ def _add_neighbours(
 
 
 def _numbers(text: bytes) -> Array:
-    """All numbers of a text; an empty array if a word is none."""
+    """Return all numbers of a text; an empty array if a word is not a number."""
     try:
-        # Whole numbers, as the format wants, are parsed ten times as fast as others.
+        # The format requires integers, which are parsed ten times as fast as other numbers.
         return _whole_numbers(text)
     except ValueError:
         pass

@@ -1,4 +1,4 @@
-"""Log determinants, by a factorisation or from products alone."""
+"""``logdet``: log determinants by a Cholesky factor, or from matrix-vector products alone."""
 
 import importlib
 import math
@@ -26,16 +26,21 @@ from ritz.operators import (
     as_operator,
     exact,
 )
-from ritz.spectra._cg import (
+from ritz.spectra._functions.quadrature import Budget, Known, Sampler
+from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_size
+from ritz.spectra._functions.trace_functions import (
+    by_chebyshev,
+    by_maxent,
+    unit_probes,
+    with_seed_and_status,
+)
+from ritz.spectra._logdet_gradient import attach_gradient
+from ritz.spectra._positive_definite import (
     NotPositiveDefiniteError,
     cholesky_factor,
     factor_roundoff,
     not_positive,
 )
-from ritz.spectra._functions.quadrature import Budget, Known, Sampler
-from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_size
-from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged, unit_probes
-from ritz.spectra._logdet_gradient import attach_gradient
 
 Solve = Callable[[Any], Any]
 LogdetMethod = Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"]
@@ -47,17 +52,17 @@ class Tuning:
 
     # A dense factor of up to 4 GiB, which is 23,000 rows in float64, is always computed.
     dense: int = 2**32
-    # A sparse matrix of so few rows is factored whatever its graph: even with complete fill its
+    # A sparse matrix with at most this many rows is always factored: even with complete fill-in its
     # factor is no larger than the dense one above.
     rows: int = 20_000
     # Operations of an elimination within the envelope: about ten seconds at 20 Gflop/s.
     envelope: float = 2e11
-    # Relative error that `auto` aims at if the caller gives none.
+    # Default of rtol for `auto`.
     rtol: float = 1e-3
-    # With so few rows random probes do not pay: each run would span the whole space.
+    # With at most this many rows each run would span the whole space, so it is treated exactly.
     few: int = 10
-    # `auto` spends this fraction of the products on a pilot, and continues with quadrature if that
-    # promises to reach the tolerance.
+    # `auto` spends one in this many products on a pilot, and continues with quadrature if the pilot
+    # predicts that it reaches the tolerance.
     pilot: int = 6
 
 
@@ -78,7 +83,7 @@ def logdet(
     r"""Estimate :math:`\log \det A` of a positive definite matrix, with error bars.
 
     ==============  =======================================================  =================
-    method          what it does                                             use it if
+    method          algorithm                                                use it if
     ==============  =======================================================  =================
     ``cholesky``    factors a dense or sparse matrix: exact                  the factor fits
     ``lanczos``     quadrature with random probes                            well conditioned
@@ -130,7 +135,7 @@ def logdet(
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
-        NotPositiveDefiniteError: A Ritz value or pivot is not positive; the message has it.
+        NotPositiveDefiniteError: A Ritz value or pivot is not positive; the message shows it.
 
     Reference: Section 2.6 of *Spectral Machine Learning*; Golub and Meurant (1994); Ubaru, Chen
     and Saad (2017).
@@ -160,7 +165,7 @@ def logdet(
     if method != "cholesky" and op.shape[0] <= (num_probes or TUNING.few):
         method = "krylov"
     budget = Budget(num_products, num_probes, num_probes or 0, floor, rtol, generator, progress)
-    estimate = judged(_METHODS[method](op, budget), budget)
+    estimate = with_seed_and_status(_METHODS[method](op, budget), budget)
     return attach_gradient(estimate, op, generator=generator)
 
 
@@ -169,7 +174,7 @@ def logdet(
 
 
 def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
-    """Use quadrature if a few probes show that it suffices, and otherwise another method."""
+    """Use quadrature if a pilot predicts that it reaches ``rtol``, otherwise another method."""
     if budget.num_probes is not None or op.shape[0] <= budget.num_products:
         return _by_krylov(op, budget)
     with tracking(budget.progress, "log determinant", budget.num_products) as bar:
@@ -178,7 +183,7 @@ def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
         first, num_steps = sampler.scaled(pilot, spent), pilot.matrices.shape[1]
         looks = sampler.looks(budget.num_products, pilot, spent)
         wanted = (budget.rtol or 0.0) * float(first)
-        # stderr sqrt(probes / most) is what all probes leave; 95 % is two standard errors.
+        # With all probes the standard error is stderr sqrt(probes / most); 95 % is two of them.
         sampling = 2 * float(first.stderr) * math.sqrt(len(pilot.matrices) / looks[-1])
         if is_below(float(first.truncation) + sampling, abs(wanted)):
             return sampler.extended([pilot], num_steps, looks, spent)
@@ -252,14 +257,14 @@ def _known(op: LinearOperator, less: float, dimension: int) -> Known | None:
 
 
 def is_small(op: LinearOperator) -> bool:
-    """Return whether a factor is certainly quick: dense that fits, or sparse with few rows."""
+    """Return whether factoring is always fast: a dense matrix that fits, or few sparse rows."""
     if isinstance(op, DenseOperator):
         return op.shape[0] ** 2 * 8 <= TUNING.dense
     return isinstance(op, SparseOperator) and op.shape[0] <= TUNING.rows
 
 
 def is_narrow(op: LinearOperator) -> bool:
-    """Return whether a sparse matrix has little fill-in: its graph is like a chain."""
+    """Return whether a sparse matrix has a small envelope, and so little fill-in."""
     return isinstance(op, SparseOperator) and _envelope(_columns(op)) <= TUNING.envelope
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from ritz._core.checks import check_range, is_below
 from ritz._core.progress import Progress
 from ritz._core.results import Estimate, power_of_two, stderr
-from ritz._core.sampling import ROUNDOFF, doubling, doubted, is_settled
+from ritz._core.sampling import ROUNDOFF, doubling, doubt_equal_samples, is_settled
 from ritz.operators import LinearOperator
-from ritz.spectra._cg import not_positive
-from ritz.spectra._lanczos import Recurrence, Reorthogonalization, advance, step, together
+from ritz.spectra._lanczos import Recurrence, Reorthogonalization, advance, start_runs, step
+from ritz.spectra._positive_definite import not_positive
 
 Function = Callable[[Tensor], Tensor]
 
@@ -24,37 +24,39 @@ Function = Callable[[Tensor], Tensor]
 class Tuning:
     """Constants of the error bars and of the split between probes and steps."""
 
-    # The error of a rule is taken to be this multiple of the largest change by an added node or by
-    # the last steps. Rules of fewer steps than this have an unknown error. On 23 spectra x 7
-    # functions no error exceeds it by more than a fifth of the standard error of 16 probes; with
-    # the multiple 1 some errors are twice as large.
+    # The estimated error of a rule is this multiple of its largest change by an added node or by
+    # the last steps. On 23 spectra x 7 functions no error exceeds the estimate by more than a fifth
+    # of the standard error of 16 probes; with the multiple 1 some errors are twice the estimate.
     margin: float = 2.0
+    # The error of a rule of fewer steps counts as unknown.
     fewest_steps: int = 4
     # Between neighbouring nodes a function is compared with its interpolant of this degree, in x
     # and, if the nodes differ by more than this factor, in log x.
     degree: int = 8
     ratio: float = 10.0
-    # Ritz values may lie this many eps |A| below a floor before the floor is refused. In float32
-    # kernel matrices of 1,500 rows reach 0.14; the margin is for the roundoff of larger sums.
+    # A Ritz value may lie this many eps |A| below the floor; further below, the floor raises. The
+    # largest distance of float32 kernel matrices of 1,500 rows is 0.14; the margin is for the
+    # roundoff of larger sums.
     below_floor: float = 5000.0
     # Roundoff in products moves the spectrum by at most this many eps |A|. With 1 some errors of
     # determinants of Hilbert matrices of 3 to 8 rows are 2.8 times as large as their bars.
-    # Forms take the change by this shift times `margin`: tr 1/A of a bipartite graph of 65 vertices
-    # exceeds the change itself in 14 of 100 cases, and twice of it in none.
+    # The roundoff of a form is `margin` times its change by this shift: for tr 1/A of a bipartite
+    # graph of 65 vertices the error exceeds the change in 14 of 100 cases, and twice it in none.
     shift: float = 3.0
     # Number of probes of the pilot, whose runs grow until truncation no longer matters. The budget
     # must suffice for at least `fewest` runs of that length; benchmarks/determinants.py, "sparse".
     pilot: int = 4
     fewest: int = 5
-    # Fewest probes at which a tolerance is judged: below, a chance agreement of the samples stops
-    # too early too often (95 % intervals hold in 0.93 of the runs with 4, in 0.95 with 8).
-    judged: int = 8
-    # Bytes of Lanczos bases beyond which reading them costs more than the additional steps of
-    # runs without re-orthogonalisation; benchmarks/determinants.py, a million rows.
+    # Smallest number of probes at which the error is compared with the tolerance. With fewer,
+    # samples that agree by chance stop the run too often: 95 % intervals contain the exact value in
+    # 0.93 of the runs with 4, and in 0.95 with 8.
+    first_look: int = 8
+    # Number of bytes of Lanczos bases above which reading them costs more than the additional steps
+    # of runs without re-orthogonalisation; benchmarks/determinants.py, a million rows.
     basis: int = 2**28
-    # A regression on the trace needs this many samples, and roundoff in the trace below this
-    # fraction of their standard error. It must leave at most this fraction of their deviation: a
-    # smaller gain is not worth the degree of freedom.
+    # The exact trace is used as a control variate only if there are this many samples, if its
+    # roundoff is below this fraction of their standard error, and if it leaves at most this
+    # fraction of their standard deviation: a smaller gain is not worth the degree of freedom.
     controlled: int = 8
     control_noise: float = 0.01
     control_gain: float = 0.9
@@ -83,7 +85,7 @@ def ritz_rules(
 
     If a Krylov space is invariant, its rule is exact and padded with nodes of weight zero.
     """
-    runs = together(block.T.unbind(), capacity=num_steps, mode=reorthogonalize)
+    runs = start_runs(block.T.unbind(), capacity=num_steps, mode=reorthogonalize)
     advance(op, runs, num_steps)
     # Golub and Welsch (1969): T e_k = theta_k e_k, weights tau_k = (e_k)_1^2.
     nodes, vectors = torch.linalg.eigh(Projections.of(runs, num_steps).matrices)
@@ -160,9 +162,10 @@ SMOOTH = (*ALTERNATING, torch.exp, torch.special.entr)
 
 
 def elementwise(function: Function) -> Function:
-    """Return a function of the caller with checks that it maps tensors to real tensors.
+    """Return a user-defined function with a check that its values are real tensors.
 
-    It gets a copy, which it may change. Comparisons such as ``x > 0`` become zeros and ones.
+    The function is called with a copy of the nodes, so it may change its argument. Boolean values,
+    such as those of ``x > 0``, become zeros and ones.
     """
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
@@ -188,7 +191,7 @@ def check_floor(floor: float | None) -> None:
 
 
 def finite_function(function: Function) -> Function:
-    """Return the function with checks that it keeps the shape and is finite."""
+    """Return the function with a check that its values are finite and of the same shape."""
 
     def evaluate(nodes: Tensor) -> Tensor:
         values = function(nodes)
@@ -214,10 +217,10 @@ class Brackets(NamedTuple):
 
     Attributes:
         mixed: The forms, by Gauss rules or by a weighted mean of a lower and an upper bound. The
-            weights are those with which the mean did not change over the last steps.
+            weights are those for which the mean did not change over the last steps.
         gap: Error that more steps reduce: a bound for :data:`ALTERNATING` functions with a floor,
             otherwise an estimate. Infinite if unknown.
-        roundoff: Error by roundoff in the products.
+        roundoff: Error from roundoff in the products.
     """
 
     mixed: Tensor
@@ -226,7 +229,7 @@ class Brackets(NamedTuple):
 
     @property
     def truncation(self) -> Tensor:
-        """Both errors of the mean over the vectors: neither averages out."""
+        """Sum of both errors, for the mean over the vectors. Neither of them averages out."""
         return self.gap.mean() + self.roundoff.mean()
 
 
@@ -240,16 +243,17 @@ def brackets(
 ) -> Brackets:
     r"""Return the quadratic forms of the start vectors of Krylov spaces, with their errors.
 
-    Without a floor the ends of the spectrum are taken from the outermost Ritz values and their
-    residuals. The error then follows from two changes, by a node at either end and by the last
-    steps, and from what the function does between the nodes.
+    Without a floor the ends of the spectrum are estimated from the outermost Ritz values and their
+    residuals. The error is then estimated from three changes of the rule: by a node at the lower
+    end, by a node at the upper end, and by the last steps. A function that is not smooth also has
+    the error of :func:`_unresolved`.
 
     Args:
-        spaces: The spaces.
+        spaces: The Krylov spaces.
         function: :math:`f`.
         floor: A number below the spectrum, if one is known.
-        bounds: The function is one of :data:`ALTERNATING`.
-        first: Sum the forms of this many leading vectors of each basis, rather than of one.
+        bounds: Whether the function is one of :data:`ALTERNATING`.
+        first: Number of leading vectors of each basis whose forms are summed.
     """
     low = -math.inf if floor is None else floor
 
@@ -266,38 +270,32 @@ def brackets(
         raise floor_error(low, float(nodes.min()))
     gauss = (weights * evaluate(nodes)).sum(1)
     roundoff = roundoff_error(nodes, weights, spaces.unit, function, low)
-    unknown = spaces.couplings.abs().amax((1, 2)) > 0  # the spaces of the others are invariant
-    if not bool(unknown.any()):
+    unfinished = spaces.couplings.abs().amax((1, 2)) > 0  # the other spaces are invariant
+    if not bool(unfinished.any()):
         return Brackets(gauss, torch.zeros_like(gauss), roundoff)
+    unknown = Brackets(gauss, torch.where(unfinished, torch.inf, 0.0), roundoff)
     width = spaces.couplings.shape[2]
     if spaces.matrices.shape[1] < TUNING.fewest_steps * width:
-        return Brackets(gauss, torch.where(unknown, torch.inf, 0.0), roundoff)
+        return unknown
     # |A y - theta y| = |B (e)_last| for the Ritz vector y of the eigenvector e of T. Squares of
     # small or large entries leave the range.
     scale = power_of_two(spaces.couplings)
     residuals = scale * ((spaces.couplings / scale) @ vectors[:, -width:]).norm(dim=1)
     before = spaces.shorter()
     changes = [_forms(before.matrices, first, evaluate) - gauss]
-    ends = []
-    for end, sign in ((0, -1.0), (-1, 1.0)):
-        run = int((sign * values[:, end]).argmax())
-        inner = float(values[run, end])
-        outer = inner + sign * float(residuals[run, end])
-        node = floor if floor is not None and sign < 0 else _reachable(function, inner, outer)
-        if node is None:
-            return Brackets(gauss, torch.where(unknown, torch.inf, 0.0), roundoff)
-        # A node at an eigenvalue of T has no rule; one just beyond it has.
-        ends.append(sign * max(sign * node, sign * inner + 1e-14 * float(values.abs().max())))
+    ends = _spectrum_ends(values, residuals, function, floor)
+    if ends is None:
+        return unknown
 
     def within(points: Tensor) -> Tensor:
-        # The rules lie between the ends, but for roundoff in a nearly singular system.
+        # The nodes lie between the ends, except for roundoff in a nearly singular system.
         return evaluate(points.clamp(*ends))
 
     changes.append(_forms(spaces.extended(ends[0]), first, within) - gauss)
     if bounds and floor is not None:
-        # The Gauss rules fall and the Gauss-Radau rules rise, or the reverse. Extrapolated at their
-        # present speeds they meet at  gauss + fall / (rise + fall) * (radau - gauss).
-        fall, gap = changes[0], torch.where(unknown, changes[1], 0.0)
+        # As steps are added the Gauss rules fall and the Gauss-Radau rules rise, or the reverse.
+        # Extrapolated linearly they meet at  gauss + fall / (rise + fall) * (radau - gauss).
+        fall, gap = changes[0], torch.where(unfinished, changes[1], 0.0)
         rise = changes[1] + gauss - _forms(before.extended(ends[0]), first, within)
         share = torch.where(rise * fall > 0, fall / (rise + fall), 0.5)
         return Brackets(gauss + share * gap, share.maximum(1 - share) * gap.abs(), roundoff)
@@ -309,7 +307,7 @@ def brackets(
         else:
             mass = partial(_loose_mass, values, weights, residuals)
         gap = gap.maximum(_unresolved(values, ends, mass, function))
-    return Brackets(gauss, torch.where(unknown, gap, 0.0), roundoff)
+    return Brackets(gauss, torch.where(unfinished, gap, 0.0), roundoff)
 
 
 def _forms(matrices: Tensor, first: int, function: Function) -> Tensor:
@@ -323,13 +321,13 @@ def _forms(matrices: Tensor, first: int, function: Function) -> Tensor:
 def _unresolved(
     values: Tensor, ends: Sequence[float], mass: Callable[[Tensor], Tensor], function: Function
 ) -> Tensor:
-    r"""Return the error by jumps, kinks and peaks of the function between the nodes, ``(k,)``.
+    r"""Return the error from jumps, kinks and peaks of the function between the nodes, ``(k,)``.
 
-    A rule knows the function at its nodes only. Its error for a step at :math:`x` is at most the
-    largest mass :math:`\lambda(x)` that a spectrum with the same moments can have at :math:`x`
-    (Chebyshev, Markov and Stieltjes), and for other functions at most :math:`\int \lambda |df|`.
-    Polynomials do not matter, so :math:`f` is taken less its interpolant between the nodes, which
-    leaves next to nothing of a smooth function.
+    A rule evaluates the function at its nodes only. For a step function at :math:`x` its error is
+    at most the largest mass :math:`\lambda(x)` that a spectrum with the same moments can have at
+    :math:`x` (Chebyshev, Markov and Stieltjes), and for other functions at most
+    :math:`\int \lambda |df|`. Polynomials are integrated exactly, so an interpolant of :math:`f`
+    between neighbouring nodes is subtracted first. Little of a smooth function then remains.
 
     Args:
         values: Nodes in ascending order, ``(k, m)``.
@@ -354,7 +352,8 @@ def _unresolved(
         grids.append(torch.where(wide, left * ratio**shares, linear))
     errors = []
     for points in grids:
-        heights = function(points).nan_to_num(0.0, 0.0, 0.0)  # beside a pole they are large enough
+        # Poles count as zero: the values beside them are large enough.
+        heights = function(points).nan_to_num(0.0, 0.0, 0.0)
         rest = (heights[..., 1::2] - heights[..., ::2] @ weights.T).abs()
         spots = points[..., 1::2]
         errors.append((mass(spots.flatten(1)).view_as(spots) * rest).sum(2))
@@ -364,8 +363,8 @@ def _unresolved(
 def christoffel(diagonal: Tensor, off_diagonal: Tensor, points: Tensor) -> Tensor:
     r"""Return the weights :math:`1 / \sum_{j<m} p_j(x)^2` of nodes at points ``(..., p)``.
 
-    That is the largest mass at :math:`x` of a measure with the moments of the Gauss rule of a
-    tridiagonal matrix, whose entries are ``(..., m)`` and ``(..., m - 1)``.
+    They are the largest masses at :math:`x` of a measure with the moments of the Gauss rule of a
+    tridiagonal matrix with the diagonals ``(..., m)`` and ``(..., m - 1)``.
     """
     # beta_{j+1} p_{j+1} = (x - alpha_{j+1}) p_j - beta_j p_{j-1}
     before, last = torch.zeros_like(points), torch.ones_like(points)
@@ -379,8 +378,8 @@ def christoffel(diagonal: Tensor, off_diagonal: Tensor, points: Tensor) -> Tenso
 
 
 def _loose_mass(values: Tensor, weights: Tensor, residuals: Tensor, points: Tensor) -> Tensor:
-    """Return the mass that may lie beside the nodes of a block rule, at points between them."""
-    # A Ritz vector is an eigenvector up to an angle of its residual over its distance.
+    """Return, for points between the nodes of a block rule, the mass that may lie there."""
+    # The angle from a Ritz vector to an eigenvector is at most its residual over the gap.
     gaps = values.diff(dim=1)
     far = torch.full_like(gaps[:, :1], math.inf)
     nearest = torch.cat([far, gaps], 1).minimum(torch.cat([gaps, far], 1))
@@ -390,10 +389,28 @@ def _loose_mass(values: Tensor, weights: Tensor, residuals: Tensor, points: Tens
     return between.repeat_interleave(points.shape[1] // between.shape[1], 1)
 
 
-def _reachable(function: Function, inner: float, outer: float) -> float | None:
-    """Return the end of the spectrum, or ``None`` if the function has a pole on the way to it.
+def _spectrum_ends(
+    values: Tensor, residuals: Tensor, function: Function, floor: float | None
+) -> tuple[float, float] | None:
+    """Return the ends of the spectrum, or ``None`` if a pole of the function may lie within."""
+    ends = []
+    for end, sign in ((0, -1.0), (-1, 1.0)):
+        run = int((sign * values[:, end]).argmax())
+        inner = float(values[run, end])
+        outer = inner + sign * float(residuals[run, end])
+        node = floor if floor is not None and sign < 0 else _reachable(function, inner, outer)
+        if node is None:
+            return None
+        # There is no rule with a node at an eigenvalue of T: move the node just beyond it.
+        ends.append(sign * max(sign * node, sign * inner + 1e-14 * float(values.abs().max())))
+    return ends[0], ends[1]
 
-    Functions of positive arguments that are finite at zero, such as a square root, end there.
+
+def _reachable(function: Function, inner: float, outer: float) -> float | None:
+    """Return the end of the spectrum, or ``None`` if a pole of the function lies in between.
+
+    For functions of positive arguments that are finite at zero, such as a square root, the end is
+    at most zero.
     """
     zero, end = function(torch.tensor([0.0, outer], dtype=torch.float64)).isfinite().tolist()
     if not min(inner, outer) < 0 < max(inner, outer):
@@ -413,10 +430,10 @@ def floor_error(floor: float, smallest: float) -> ValueError:
 def roundoff_error(
     values: Tensor, weights: Tensor, unit: float, function: Function, floor: float = -math.inf
 ) -> Tensor:
-    r"""Return the error of :math:`\sum_k \tau_k f(\theta_k)` by roundoff.
+    r"""Return the error of :math:`\sum_k \tau_k f(\theta_k)` from roundoff.
 
-    That is the change if roundoff moves the values, and the roundoff of the sum. Infinite if a pole
-    of the function is that close.
+    It is the change if roundoff moves the values, or the roundoff of the sum, if that is larger. It
+    is infinite if roundoff may move a value across a pole of the function.
     """
     shift, values = TUNING.shift * unit, values.clamp_min(floor)
     at = function(values)
@@ -430,16 +447,16 @@ def roundoff_error(
 
 
 # ------------------------------------------------------------------------------------------
-# Quadratic forms of random vectors within a budget of products, and the trace they give.
+# Traces from quadratic forms of random vectors, within a budget of products.
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Products and probes for the trace of a function, and where they come from.
+    """Limits on the work for the trace of a function, and the source of probes.
 
     Attributes:
         num_products: Maximum number of products.
-        num_probes: Number of probes. With ``None`` the error bars determine it.
+        num_probes: Number of probes. ``None`` lets the error bars determine it.
         max_probes: Maximum number of probes for the methods that use moments.
         floor: A number below the spectrum, if one is known.
         rtol: Relative error at which to stop, if any.
@@ -457,7 +474,7 @@ class Budget:
 
 
 class Known(NamedTuple):
-    r"""The exact mean of :math:`z^\top A z`, the trace over the dimension, and its noise."""
+    r"""The exact mean of :math:`z^\top A z` over unit vectors, and its roundoff."""
 
     mean: float
     noise: float
@@ -469,18 +486,18 @@ class Sampler:
 
     Attributes:
         op: :math:`A`.
-        draw: Returns that many random unit vectors ``(n, k)``.
+        draw: Maps a number ``k`` to random unit vectors ``(n, k)``.
         function: :math:`f`.
         budget: Source of ``floor`` and ``rtol``.
         dimension: Dimension of the space of the vectors; no run is longer.
         bar: Progress bar, which counts products.
         label: Beginning of the ``method`` of the estimate.
-        spent: Products before this sampler.
-        inside: Part of the trace that these products gave.
+        spent: Number of products before this sampler.
+        inside: Part of the trace that is known from these products.
         error: Error of that part.
-        known: Returns the exact mean of :math:`z^\top A z`, if it is known.
+        known: Returns the exact mean of :math:`z^\top A z`, or ``None`` if it is not known.
         magnitude: Norm to which roundoff in the products is relative, if it exceeds that of ``op``.
-        mode: Kind of re-orthogonalisation. Runs with bases beyond ``TUNING.basis`` take none.
+        mode: Kind of re-orthogonalisation. Runs whose bases exceed ``TUNING.basis`` use ``none``.
         block_size: Vectors per product.
     """
 
@@ -500,7 +517,7 @@ class Sampler:
     block_size: int | None = None
 
     def estimate(self, num_products: int, num_probes: int | None) -> Estimate:
-        """Return the trace from that many probes; with ``None`` the error bars determine it."""
+        """Return the trace from ``num_probes`` probes; ``None`` lets the error bars choose them."""
         if num_probes is not None:
             num_steps = min(max(1, num_products // num_probes), self.dimension)
             return self.extended([], num_steps, [num_probes])
@@ -511,7 +528,7 @@ class Sampler:
     def looks(self, num_products: int, spaces: Projections, used: int) -> list[int]:
         """Return the numbers of probes at which to compare the error with the tolerance."""
         most = len(spaces.matrices) + (num_products - used) // spaces.matrices.shape[1]
-        return [most] if self.budget.rtol is None else doubling(TUNING.judged, most)
+        return [most] if self.budget.rtol is None else doubling(TUNING.first_look, most)
 
     def extended(
         self, parts: Sequence[Projections], num_steps: int, looks: Sequence[int], used: int = 0
@@ -519,10 +536,10 @@ class Sampler:
         """Add vectors with runs of ``num_steps`` steps until the tolerance is reached.
 
         Args:
-            parts: The spaces so far.
+            parts: Krylov spaces of earlier vectors.
             num_steps: Steps per run.
             looks: Numbers of vectors at which to compare the error with the tolerance.
-            used: Products of the spaces so far.
+            used: Number of products that these spaces took.
         """
         spaces, size = list(parts), self.block_size or self.op.block_size
         for goal in looks:
@@ -536,7 +553,7 @@ class Sampler:
         return estimate
 
     def scaled(self, spaces: Projections, used: int) -> Estimate:
-        """Return the trace: the dimension times the mean over unit vectors, and the part inside."""
+        """Return the trace: the dimension times the mean over unit vectors, plus ``inside``."""
         forms = self._brackets(spaces)
         samples, control = self._controlled(spaces, forms.mixed)
         estimate = Estimate.of(
@@ -552,14 +569,14 @@ class Sampler:
         # If every probe is an eigenvector, the matrix is a multiple of the identity.
         beside = spaces.matrices.diagonal(1, 1, 2)
         if bool(spaces.couplings.any()) or bool(beside.any()):
-            estimate = doubted(estimate)
-        return estimate.judged(self.budget.rtol, ADVICE)
+            estimate = doubt_equal_samples(estimate)
+        return estimate.with_status(self.budget.rtol, ADVICE)
 
     def pilot(self, num_products: int, later: int) -> tuple[Projections, int]:
-        """Return spaces of a few vectors, with runs that grow until truncation does not matter.
+        """Return Krylov spaces of a few vectors and their number of products.
 
-        That is when it is below half the target, or half the standard error that ``later`` products
-        will leave. The second value is the number of products.
+        The runs grow until the truncation error is below half of the target, or below half of the
+        standard error that ``later`` products will leave.
         """
         count = max(2, min(TUNING.pilot, num_products // 2))
         most = max(1, min(num_products // max(count, TUNING.fewest), self.dimension))
@@ -585,7 +602,7 @@ class Sampler:
         """Return the forms ``(d,)``, with the trace as control variate if that helps."""
         plain, count = spaces.matrices[:, 0, 0], len(mixed)
         exact = self.known() if count >= TUNING.controlled else None
-        # The known mean may be a small difference of large numbers: then it is mostly noise.
+        # The exact mean may be a small difference of large numbers, and then mostly roundoff.
         if exact is None or not exact.noise < TUNING.control_noise * float(stderr(plain)):
             return mixed, False
         # Regression of the forms f on y = z'Az:  f - slope (y - E y), with E y known.
@@ -600,10 +617,10 @@ class Sampler:
     def _runs(self, count: int, num_steps: int) -> list[Recurrence]:
         starts, mode = self.draw(count), self.mode
         if num_steps == self.dimension:
-            mode = "full"  # the last step then leaves nothing but roundoff
+            mode = "full"  # so that the remainder of the last step is roundoff
         elif starts.numel() * (num_steps + 1) * starts.element_size() > TUNING.basis:
             mode = "none"  # quadrature stays accurate but needs more steps (Greenbaum 1989)
-        return together(
+        return start_runs(
             starts.T.unbind(), capacity=num_steps + 1, mode=mode, magnitude=self.magnitude
         )
 
@@ -612,5 +629,5 @@ class Sampler:
             step(self.op, active)
             self.bar.update(self.spent + before + sum(run.size for run in runs))
         spaces = Projections.of(runs, num_steps)
-        # A whole space is invariant, whatever roundoff is left of the last vector.
+        # The whole space is invariant: what is left of the last vector is roundoff.
         return replace(spaces, couplings=spaces.couplings * (num_steps < self.dimension))

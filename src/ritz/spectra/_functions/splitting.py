@@ -1,9 +1,9 @@
-r"""Traces of functions split in two: a block Krylov space treated exactly, and a sampled rest.
+r"""Traces of functions in two parts: a block Krylov space, treated exactly, and a sampled rest.
 
 With an orthonormal basis :math:`Q` of the space and :math:`T = Q^\top A Q`,
 :math:`\det A = \det T \det S`, where :math:`S` is the Schur complement on the orthogonal
-complement. In a block Krylov space :math:`A Q = Q T + V B E^\top` couples to the last block only,
-so
+complement. A block Krylov space has :math:`A Q = Q T + V B E^\top`: only its last block couples to
+the complement. So
 
 .. math:: S = P A P - V B (T^{-1})_{\text{last}} B^\top V^\top, \quad P = I - Q Q^\top.
 """
@@ -21,7 +21,6 @@ from ritz._core.random import probes
 from ritz._core.results import Estimate
 from ritz._core.sampling import ROUNDOFF, check_samples, draw_probes
 from ritz.operators import LinearOperator
-from ritz.spectra._cg import cholesky_factor
 from ritz.spectra._functions.quadrature import (
     ALTERNATING,
     Budget,
@@ -31,6 +30,7 @@ from ritz.spectra._functions.quadrature import (
     brackets,
 )
 from ritz.spectra._functions.quadrature import TUNING as QUADRATURE
+from ritz.spectra._positive_definite import cholesky_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +40,16 @@ class Tuning:
     # Vectors per block. On kernel matrices of 1,500 rows the errors with 5, 10 and 25 are within a
     # factor of two of each other; wide blocks make products cheap.
     width: int = 25
-    # Fewest blocks. Errors of block Gauss rules are judged from four blocks on.
+    # Smallest number of blocks. The error of a block Gauss rule is known from four blocks on.
     blocks: int = 5
     # Fraction of the products for the space. 36 blocks of 25 and 60 probes x 10 steps were the best
     # split of 1,500 products on nine kernel matrices (benchmarks/determinants.py).
     share: float = 0.6
     # Maximum size of the basis in bytes: 4 GiB, as the documentation of logdet says.
     basis: int = 2**32
-    # Fraction of the directions whose part of tr f(A) is taken as exact. The others are needed to
-    # make this part accurate.
-    # tr sqrt(A) of a power law: rms error 6 % with 1/3, 2 % with 2/3. It falls further with 0.9,
-    # but then a function that converges slowly has no directions left to converge.
+    # Fraction of the directions whose part of tr f(A) counts as exact. The other directions make
+    # this part accurate. For tr sqrt(A) of a power law the rms error is 6 % with 1/3 and 2 % with
+    # 2/3. It is smaller with 0.9, but too few directions remain for functions that converge slowly.
     exact: float = 2 / 3
 
 
@@ -77,7 +76,7 @@ class Space:
 
     @property
     def roundoff(self) -> float:
-        """Error of the projected matrix: each block adds its roundoff, as in a random walk."""
+        """Roundoff of the projected matrix, which grows with the blocks as a random walk."""
         size = float(self.projected.diagonal().abs().max())
         blocks = len(self.projected) / self.width
         return torch.finfo(self.basis.dtype).eps * size * math.sqrt(blocks)
@@ -96,7 +95,7 @@ class Space:
 
 
 def krylov_size(n: int, num_products: int, itemsize: int) -> tuple[int, int]:
-    """Return dimension and block width of the space: whole blocks, or ``n`` if products suffice."""
+    """Return dimension and block width: a multiple of the width, or ``n`` if products suffice."""
     if num_products >= n and n * n * itemsize <= TUNING.basis:
         return n, min(n, TUNING.width)
     wanted = min(int(TUNING.share * num_products), TUNING.basis // (n * itemsize), n - 1)
@@ -136,7 +135,7 @@ def block_krylov(
         product -= space @ again
         projected[: filled + size, filled : filled + size] = (overlap + again).double().cpu()
         norm = max(norm, float(projected[: filled + size, filled : filled + size].norm()))
-        # T is symmetric: the coupling of the block before is the part of A V_j along that block.
+        # T is symmetric: the part of A V_j along the previous block is the transposed coupling.
         if filled:
             gap = projected[:filled, filled : filled + size].clone()
             gap[-coupling.shape[1] :] -= coupling.T
@@ -162,8 +161,8 @@ def _check_symmetric(gap: float, size: float, op: LinearOperator) -> None:
 def _orthonormal(product: Tensor, space: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the next block V and the coupling B of ``product = V B``."""
     block, coupling = torch.linalg.qr(product)
-    # Columns of small norm have lost their orthogonality to the space. Columns of norm zero
-    # become arbitrary directions outside it.
+    # Columns of small norm have lost their orthogonality to the space, so orthogonalise again.
+    # Columns of norm zero become arbitrary directions outside of the space.
     for _ in range(2):
         block = block - space @ (space.T @ block)
         block, factor = torch.linalg.qr(block)
@@ -219,8 +218,8 @@ class Deflation:
 class SchurOperator(LinearOperator):
     """The Schur complement of a deflated operator, and ``filling`` times the identity on the space.
 
-    The filling lies within the spectrum. Roundoff puts small components into the space, and with
-    an eigenvalue within the spectrum they do no harm.
+    Roundoff adds small components in the space to all vectors. They do no harm, because the filling
+    lies within the spectrum.
     """
 
     def __init__(
@@ -241,13 +240,13 @@ class SchurOperator(LinearOperator):
 
 
 def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
-    r"""Take the share of a block Krylov space, and quadrature for its complement.
+    r"""Return tr f(A): the part in a block Krylov space, and quadrature for the complement.
 
     .. math:: \operatorname{tr} f(A) = \operatorname{tr} Q_1^\top f(A) Q_1
         + \operatorname{tr} P f(A) P, \quad P = I - Q_1 Q_1^\top
 
-    with the first blocks :math:`Q_1` of the space. The leading block of :math:`f(T)` stands for
-    :math:`Q_1^\top f(A) Q_1`, to which it converges as the space grows beyond them.
+    with the first blocks :math:`Q_1` of the space. :math:`Q_1^\top f(A) Q_1` is approximated by the
+    leading block of :math:`f(T)`, which converges to it as blocks are added.
     """
     n = op.shape[0]
     size, width = krylov_size(n, budget.num_products, op.dtype.itemsize)

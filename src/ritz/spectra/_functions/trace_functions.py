@@ -1,4 +1,4 @@
-"""Traces of functions of a matrix, by quadrature, polynomials, maximum entropy or eigenvalues."""
+"""``trace_function``: tr f(A) by quadrature, block Krylov, moments or eigenvalues."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,10 +38,9 @@ class Tuning:
 
     # `auto` diagonalises matrices of up to this many rows if the products suffice: 3 s at 3,000.
     dense: int = 3000
-    # With fewer rows probes are Gaussian: of ten rows, 32 sign vectors still have a spread.
+    # With fewer rows probes are Gaussian, because many sign vectors would coincide up to the sign.
     few: int = 10
-
-    # Probes where the caller gives no number; the default of `trace`.
+    # Default number of probes of the methods that use moments; that of `trace`.
     probes: int = 32
     # Maximum number of Lanczos steps for bounds of the spectrum; 20 to 60 are usual.
     bound_steps: int = 200
@@ -104,12 +103,12 @@ def trace_function(
             spectrum, such as ``torch.reciprocal``, ``torch.exp``, ``torch.special.entr``
             (:math:`-x \log x`), ``lambda x: x**p`` or ``lambda x: x > 1``, which counts
             eigenvalues.
-        num_steps: Krylov dimension ``m``; exact for polynomials of degree ``2 m - 1``.
+        num_steps: Krylov dimension ``m``. Polynomials of degree ``2 m - 1`` are exact.
         num_probes: Number of probes. If ``rtol`` is given, the minimum number.
         method: See above.
-        floor: A number below all eigenvalues.
+        floor: A lower bound of the eigenvalues.
         rtol: Add probes until the 95 % interval is within this fraction of the mean. The status
-            says whether it is. ``krylov`` stays within its products.
+            says whether it is. ``krylov`` adds no products.
         max_probes: Maximum number of probes with ``rtol``.
         block_size: Number of probes that are multiplied together. Defaults to the block size of the
             operator.
@@ -137,7 +136,7 @@ def trace_function(
     if affordable or method == "auto":
         method = "eigenvalues" if affordable else "lanczos"
     if method != "lanczos":
-        return judged(_METHODS[method](op, budget, function), budget)
+        return with_seed_and_status(_METHODS[method](op, budget, function), budget)
     with tracking(progress, "trace of a function", budget.num_products) as bar:
         sampler = Sampler(
             op=op,
@@ -162,10 +161,10 @@ def unit_probes(op: LinearOperator, count: int, kind: Probe, generator: torch.Ge
     return unit
 
 
-def judged(estimate: Estimate, budget: Budget) -> Estimate:
-    """Return the estimate with the seed, and the status that its errors give it."""
+def with_seed_and_status(estimate: Estimate, budget: Budget) -> Estimate:
+    """Return the estimate with the seed of the probes, and with its status."""
     seeded = replace(estimate, seed=budget.generator.initial_seed())
-    return seeded.judged(budget.rtol, ADVICE)
+    return seeded.with_status(budget.rtol, ADVICE)
 
 
 # ------------------------------------------------------------------------------------------
@@ -253,7 +252,7 @@ def _interpolation(
     values = function(in_interval(grid.nodes, interval))
     series = (2 / (degree + 1)) * grid.polynomials.T @ values
     series[0] /= 2
-    # The largest error is often at an end, which is no Chebyshev node: T_j(cos t) = cos(j t).
+    # The largest error is often at an end, which is not a Chebyshev node: T_j(cos t) = cos(j t).
     angles = torch.linspace(0, torch.pi, 20 * degree + 200, dtype=torch.float64)
     polynomials = torch.cos(angles[:, None] * torch.arange(degree + 1))
     gap = polynomials @ series - function(in_interval(torch.cos(angles), interval))
@@ -288,7 +287,7 @@ def _by_moments(
         together = replace(
             measured, samples=drawn, mean=drawn.mean(0), stderr=stderr(drawn), num_products=spent
         )
-        estimate = judged(finish(together), budget)
+        estimate = with_seed_and_status(finish(together), budget)
         if is_settled(estimate, budget.rtol):
             break
     return estimate
@@ -297,9 +296,9 @@ def _by_moments(
 def _interval(
     ends: Bounds, floor: float | None, function: Function, eps: float
 ) -> tuple[float, float]:
-    """Return where to expand the function: from the floor, or from a bound in its domain."""
+    """Return the interval on which to expand the function, from the floor if there is one."""
     smallest, largest = ends.ritz or tuple(ends)
-    # Ritz values lie within the spectrum: a logarithm raises if one is not positive.
+    # Ritz values lie within the spectrum, so the function must be finite there.
     function(torch.tensor([smallest, largest], dtype=torch.float64))
     size = max(abs(smallest), abs(largest))
     if floor is not None and smallest < floor - 100 * eps * size:

@@ -1,15 +1,15 @@
-"""Lanczos: the recurrence, its saved state, whole spectra, extreme eigenpairs and bounds."""
+"""Lanczos: whole spectra, extreme eigenpairs, bounds, and the recurrence that they use."""
 
 from ritz.spectra._lanczos.extremes import Bounds, Eigenpairs, bounds, eigenpairs, spectral_norm
 from ritz.spectra._lanczos.recurrence import TUNING, Recurrence, Reorthogonalization
-from ritz.spectra._lanczos.run import (
+from ritz.spectra._lanczos.spectrum import (
     Spectrum,
     lanczos,
     lanczos_block,
     least_frobenius_norm,
     negative_values,
 )
-from ritz.spectra._lanczos.steps import advance, step, together
+from ritz.spectra._lanczos.steps import advance, start_runs, step
 
 __all__ = [
     "TUNING",
@@ -26,6 +26,6 @@ __all__ = [
     "least_frobenius_norm",
     "negative_values",
     "spectral_norm",
+    "start_runs",
     "step",
-    "together",
 ]

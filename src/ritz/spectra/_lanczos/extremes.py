@@ -1,4 +1,4 @@
-"""Extreme eigenvalues: pairs to a tolerance in bounded memory, bounds, and the spectral norm."""
+"""Extreme eigenvalues: ``eigenpairs``, ``bounds`` and ``spectral_norm``, and when they stop."""
 
 import math
 import os
@@ -31,9 +31,9 @@ from ritz.spectra._lanczos.recurrence import (
     Reorthogonalization,
     extremes,
 )
-from ritz.spectra._lanczos.run import (
+from ritz.spectra._lanczos.saved_runs import SavedRuns
+from ritz.spectra._lanczos.spectrum import (
     LanczosResult,
-    SavedRuns,
     invariant_status,
     random_start,
     start_vector,
@@ -48,21 +48,24 @@ Certificate = Literal["random", "inertia", "none"]
 class Tuning:
     """Constants of the search for extreme eigenvalues."""
 
-    # Probability that an eigenvalue outside of the bounds, or a wanted pair, is missed. It enters
-    # the number of steps as its logarithm: 0.001 costs a fifth more steps than 0.01. With 0.01 the
-    # norm of a 7 x 7 x 7 grid missed its bar in 1 of 20 runs, with 0.001 in none of 40.
+    # Probability that an eigenvalue outside of the bounds, or a wanted pair, is missed. The number
+    # of steps grows with its logarithm: 0.001 costs a fifth more steps than 0.01. With 0.01 the
+    # norm of a 7 x 7 x 7 grid was outside of its interval in 1 of 20 runs, with 0.001 in none of
+    # 40.
     missed: float = 0.001
-    # Steps beyond the number of wanted pairs before the first check, and between two checks of
-    # pairs and of bounds. After two or three steps only the bulk has been seen.
+    # Number of steps before the first check, in addition to the number of wanted pairs. After two
+    # or three steps a Krylov space represents the bulk only.
     patience: int = 10
-    # Least number of basis vectors, and bytes up to which it is the larger one. With 20 and 40 the
-    # six smallest pairs of a grid of 10,000 rows take 678 and 431 products; of 160,000 rows more
-    # than 20,000 and 2,233 (benchmarks/multiplicity.py, rtol 1e-6). Easy matrices take as many.
+    # Number of steps between two checks, of pairs and of bounds.
+    spacing_pairs: int = 5
+    spacing_bounds: int = 2
+    # Smallest default of max_vectors, and the number of bytes up to which it is the long one. With
+    # 20 and 40 vectors the six smallest pairs of a grid of 10,000 rows take 678 and 431 products;
+    # of 160,000 rows more than 20,000 and 2,233 (benchmarks/multiplicity.py, rtol 1e-6). For easy
+    # matrices both take the same number.
     short_basis: int = 20
     long_basis: int = 40
     basis: int = 2**28
-    spacing_pairs: int = 5
-    spacing_bounds: int = 2
 
 
 TUNING = Tuning()
@@ -132,12 +135,12 @@ def eigenpairs(
     r"""Return extreme eigenvalues and eigenvectors to a tolerance, by Lanczos with thick restarts.
 
     Compare :func:`scipy.sparse.linalg.eigsh`. Eigenvalues are repeated as often as in the matrix.
-    A Krylov space holds one eigenvector of each eigenvalue, so the pairs that have converged are
-    locked, and a new random start in their orthogonal complement looks for others that are as
-    extreme, until it finds none.
+    A Krylov space contains one eigenvector of each eigenvalue. So converged pairs are locked, and
+    the run continues from a new random vector in their orthogonal complement, until no further
+    pair is as extreme.
 
     ============  =======================================  =========================================
-    ``certify``   what may be missed                       cost
+    ``certify``   may be missed                            cost
     ============  =======================================  =========================================
     ``random``    nothing, with probability 0.999 over     1.3 times the products of ``none``; twice
                   the random starts                        as many with repeated eigenvalues
@@ -164,10 +167,10 @@ def eigenpairs(
         max_steps: Maximum number of products. Defaults to 200 per wanted pair, at least 2000.
         max_vectors: Maximum number of basis vectors; beyond it the run restarts from the best Ritz
             vectors. Defaults to ``2 k + 4`` for ``k`` wanted pairs, at least 20, and at least 40
-            if these take less than 256 MB.
+            if 40 vectors take less than 256 MB.
         vectors: Return the eigenvectors. They overwrite the basis, so they need no more memory.
         start: Start vector ``(n,)``. Defaults to a random one.
-        certify: How to make sure that no pair was missed; see the table.
+        certify: How to verify that no pair was missed; see the table.
         reorthogonalize: ``full``, or ``partial``, which is cheaper per step but cannot restart: its
             ``max_vectors`` defaults to ``max_steps``. See :func:`ritz.lanczos`.
         placement: Where the basis is stored: ``device``, ``host``, or ``spread`` over processes.
@@ -215,293 +218,6 @@ def eigenpairs(
     )
 
 
-class _Goal:
-    """The wanted pairs and the limits of a search, checked and with defaults filled in."""
-
-    def __init__(
-        self,
-        op: LinearOperator,
-        largest: int,
-        smallest: int,
-        rtol: float | None,
-        max_steps: int | None,
-        max_vectors: int | None = None,
-        mode: Reorthogonalization = "full",
-        certify: Certificate = "random",
-        ends: Literal["bounds", "norm"] | None = None,
-        discs: tuple[float, float] | None = None,
-    ) -> None:
-        n, eps = op.shape[0], torch.finfo(op.dtype).eps
-        check_count("largest", largest, low=0, high=n)
-        check_count("smallest", smallest, low=0, high=n - largest)
-        self.largest, self.smallest, self.wanted = largest, smallest, largest + smallest
-        if not self.wanted:
-            raise ValueError("largest or smallest must be at least 1, got 0 for both")
-        self.max_steps = max(2000, 200 * self.wanted) if max_steps is None else max_steps
-        check_count("max_steps", self.max_steps)
-        self.rtol = eps**0.5 if rtol is None else rtol
-        check_range("rtol", self.rtol, low=eps, high=1.0)
-        check_choice("certify", certify, get_args(Certificate))
-        # With "bounds" or "norm" the values matter at the ends alone, and vectors not at all.
-        self.certify, self.ends = certify, ends
-        low, high = discs or (-math.inf, math.inf)
-        self.discs = {-1: low, 1: high}
-        if certify == "inertia" and not isinstance(op, DenseOperator | SparseOperator):
-            raise ValueError(f"certify='inertia' needs a dense or sparse matrix, got {op!r}")
-        check_choice("reorthogonalize", mode, ("full", "partial"))
-        if max_vectors is None:
-            small = TUNING.long_basis * n * op.dtype.itemsize <= TUNING.basis
-            least = TUNING.long_basis if small else TUNING.short_basis
-            max_vectors = max(2 * self.wanted + 4, least) if mode == "full" else self.max_steps
-        else:
-            check_count("max_vectors", max_vectors, low=self.wanted + 2)
-        self.max_vectors = min(max_vectors, self.max_steps, n)
-        self.restarts = self.max_vectors < min(self.max_steps, n)
-        if self.restarts and mode != "full":
-            raise ValueError(f"a restart needs reorthogonalize='full', got {mode!r}")
-        # A restart needs room for the residual vector beside the basis.
-        self.capacity = self.max_vectors + self.restarts
-        names = ("largest", "smallest", "rtol", "max_steps", "max_vectors", "certify")
-        self.settings: dict[str, Any] = {name: getattr(self, name) for name in names}
-        self.settings["reorthogonalize"] = mode
-
-    def extremes(self, size: int) -> Tensor:
-        """Return the indices of the wanted ones of ``size`` ascending values."""
-        return extremes(size, self.smallest, self.largest)
-
-    def success(self, spent: int) -> Status:
-        """Return the status of a run that has reached the goal."""
-        if self.ends:
-            message = f"{self.ends} to rtol {self.rtol:.1g} in {spent} products"
-        else:
-            message = f"{self.wanted} pairs to rtol {self.rtol:.1g} in {spent} products; "
-            message += CERTAINTY[self.certify]
-        return Status(outcome="converged", message=message)
-
-    def failure(self, spent: int, met: int, error: float, tolerance: float) -> Status:
-        """Return the status of a run of ``max_steps`` that found ``met`` pairs."""
-        pairs = f"{met} of {self.wanted} pairs reached rtol {self.rtol:.1g} in {spent} products; "
-        if self.ends:
-            message = f"{self.ends} did not reach rtol {self.rtol:.1g} in {spent} products"
-        elif met < self.wanted:
-            message = pairs + f"the largest residual is {error:.1g}, the goal {tolerance:.1g}"
-        else:
-            message = pairs + "repeated ones may be missing"
-        missing = met == self.wanted and not self.ends
-        return Status(
-            outcome="uncertain" if missing else "max_steps",
-            message=message,
-            advice="raise max_steps, max_vectors or rtol",
-        )
-
-
-class _Search:
-    """One run in progress: step, check, restart, lock, continue in a fresh direction, save.
-
-    Args:
-        goal: What is wanted.
-        saved: The run and its journal.
-        seed: Seed of further start vectors.
-        random: Whether the start vector is random. If not, it says nothing about eigenvalues that
-            were not found.
-    """
-
-    def __init__(self, goal: _Goal, saved: SavedRuns, seed: int, *, random: bool = True) -> None:
-        self.op, self.goal, self.saved, self.seed = saved.op, goal, saved, seed
-        self.run = saved.runs[0]
-        # "doubt" is the logarithm of the probability that the start vectors before the current one
-        # all missed an eigenvalue.
-        self.progress: dict[str, Any] = {
-            "spent": 0,
-            "restarts": 0,
-            "random": random,
-            "doubt": 0.0,
-            "next_check": goal.wanted + TUNING.patience,
-        }
-
-    @property
-    def spent(self) -> int:
-        """Number of products."""
-        return int(self.progress["spent"])
-
-    @property
-    def roundoff(self) -> float:
-        """The part of each residual that is roundoff."""
-        return self.run.roundoff(self.progress["restarts"])
-
-    @property
-    def tolerance(self) -> float:
-        """Largest residual of a pair that has converged."""
-        return max(self.goal.rtol * self.run.scale, self.roundoff)
-
-    def advance(self, progress: bool | Progress) -> Status:
-        """Make steps until the goal or ``max_steps`` is reached."""
-        self.progress = self.saved.load() or self.progress
-        with tracking(progress, "Lanczos", self.goal.max_steps) as bar:
-            while True:
-                last = self.run.size + 1 == self.goal.max_vectors and not self.goal.restarts
-                step(self.op, [self.run], last=last)
-                self.progress["spent"] += 1
-                bar.update(self.spent)
-                status = self._check()
-                if status is not None:
-                    return status
-                self.saved.save(self.progress)
-
-    def bound(self, side: int) -> float:
-        """Return the point beyond which an eigenvalue is missed with probability ``missed``.
-
-        Or the end of Gershgorin's discs, if that is nearer. It lies beyond the roundoff of the last
-        Ritz value.
-        """
-        values, log_missed = self.run.ritz_pairs()[0], self._log_missed()
-        limit = math.log(TUNING.missed / 2)
-        end = float(values[0] if side < 0 else values[-1])
-        inside = outside = self.roundoff
-        while not is_below(log_missed(end + side * outside), limit):
-            inside, outside = outside, 2 * outside
-        for _ in range(10):
-            middle = (inside + outside) / 2
-            if is_below(log_missed(end + side * middle), limit):
-                outside = middle
-            else:
-                inside = middle
-        bound, disc = end + side * outside, self.goal.discs[side]
-        return bound if side * bound <= side * disc else disc
-
-    def _check(self) -> Status | None:
-        """Return the status if the run is over; otherwise prepare the next step."""
-        run, goal, n = self.run, self.goal, self.op.shape[0]
-        if run.size == n and not run.locked:
-            return invariant_status(n, n)
-        final = self.spent == goal.max_steps
-        full = run.size in (goal.max_vectors, n)
-        if not (final or full or run.exhausted or run.size >= self.progress["next_check"]):
-            return None
-        # A check costs O(size^3), so checks become rarer as the basis grows.
-        spacing = TUNING.spacing_bounds if goal.ends else TUNING.spacing_pairs
-        self.progress["next_check"] = run.size + max(spacing, run.size // 10)
-        values, _, residuals = run.ritz_pairs()
-        chosen = goal.extremes(len(values))
-        errors = residuals[chosen]
-        met = int((errors <= self.tolerance).sum())
-        reached = run.size >= goal.wanted if goal.ends else met == goal.wanted
-        edges = self._edges(values) if run.size >= goal.wanted else {}
-        hidden = not edges or self._hidden(edges)
-        if reached and self._certain(values, edges, hidden):
-            return goal.success(self.spent)
-        if final:
-            return goal.failure(self.spent, met, float(errors.max()), self.tolerance)
-        if run.exhausted:
-            doubts = map(self._log_missed(), edges.values())
-            self._begin(doubt=0.0 if hidden else max(doubts))
-        elif reached and hidden and is_below(2**0.5 * run.neglect(chosen), self.tolerance):
-            # Half of the tolerance, in squares, is left for pairs that are found later.
-            self._begin(doubt=0.0)
-        elif run.size == goal.max_vectors:
-            self._restart()
-        return None
-
-    def _edges(self, values: Tensor) -> dict[int, float]:
-        """Return the innermost wanted value of each end, moved outwards by the tolerance."""
-        goal, norm = self.goal, float(values.abs().max())
-        if goal.ends == "norm":
-            return {side: side * norm * (1 + goal.rtol) for side in (-1, 1)}
-        margin = goal.rtol * norm if goal.ends else self.tolerance
-        edges = {}
-        if goal.smallest:
-            edges[-1] = float(values[goal.smallest - 1]) - margin
-        if goal.largest:
-            edges[1] = float(values[-goal.largest]) + margin
-        return edges
-
-    def _hidden(self, edges: dict[int, float]) -> bool:
-        """Return whether the current start vector cannot have found all pairs beyond the edges.
-
-        It finds one eigenvector of each eigenvalue. Copies of a value at the edge itself do not
-        matter.
-        """
-        active = self.run.active_pairs()[0]
-        ends = {-1: float(active[0]), 1: float(active[-1])}
-        beyond = any(side * ends[side] > side * edge for side, edge in edges.items())
-        counted = self.goal.certify == "inertia" and not self.run.locked
-        return beyond or counted or not self.progress["random"]
-
-    def _certain(self, values: Tensor, edges: dict[int, float], hidden: bool) -> bool:
-        """Return whether no eigenvalue beyond the edges is missing."""
-        if self.goal.certify == "none" or self.run.size == self.op.shape[0]:
-            return True
-        if self.goal.certify == "random":
-            # Each of two ends has half of the probability. Nothing lies beyond Gershgorin's discs.
-            limit, log_missed = math.log(TUNING.missed / 2), self._log_missed()
-            return not hidden and all(
-                side * edge >= side * self.goal.discs[side] or is_below(log_missed(edge), limit)
-                for side, edge in edges.items()
-            )
-        n = self.op.shape[0]
-        for side, edge in edges.items():
-            below = _count_below(cast("SparseOperator", self.op), edge)
-            beyond = int((side * values > side * edge).sum())
-            if beyond != (below if side < 0 else n - below):
-                return False
-        return True
-
-    def _log_missed(self) -> Callable[[float], float]:
-        """Return the logarithm of the probability that an eigenvalue beyond a point was missed."""
-        # A random unit vector has a part below sqrt(w) along an eigenvector with probability
-        # sqrt(2 n w / pi) at most, and w <= 1 / sum_j p_j^2.
-        if not self.run.scale:  # only zero maps a random vector to zero
-            return lambda point: -math.inf
-        doubt, christoffel = self.progress["doubt"], self.run.log_christoffel()
-        log_n = math.log(2 * self.op.shape[0] / math.pi)
-        return lambda point: doubt + min(0.0, (log_n - christoffel(point)) / 2)
-
-    def _restart(self) -> None:
-        """Keep the wanted pairs and, in half of the room left, their neighbours."""
-        goal, locked = self.goal, len(self.run.locked)
-        wanted = 0 if locked else goal.wanted
-        count = wanted + (goal.max_vectors - locked - wanted) // 2
-        low = round(count * goal.smallest / goal.wanted)
-        self.run.restart(low, count - low)
-        self.progress["restarts"] += 1
-        self.progress["next_check"] = (
-            self.run.size + TUNING.spacing_bounds if goal.ends else goal.max_vectors
-        )
-
-    def _begin(self, *, doubt: float) -> None:
-        """Lock the wanted pairs, and look for others in their orthogonal complement."""
-        self.run.lock(self.goal.extremes(self.run.size))
-        fresh = torch.Generator().manual_seed((self.seed + self.spent) % 2**63)
-        self.run.begin(random_start(self.op, fresh))
-        self.progress["restarts"] += 1
-        self.progress |= {"random": True, "doubt": doubt}
-        self.progress["next_check"] = self.run.size + TUNING.patience
-
-
-def _count_below(op: DenseOperator | SparseOperator, shift: float) -> int:
-    """Return the number of eigenvalues below a shift, which is the number of negative pivots."""
-    # Sylvester: A - s I = L D L' has as many negative eigenvalues as D.
-    if isinstance(op, DenseOperator):
-        matrix = op.matrix.detach().cpu().double() - shift * torch.eye(op.shape[0]).double()
-        _, pivots, _ = scipy.linalg.ldl(matrix.numpy())
-        # D has blocks of order 1 and 2.
-        signs = scipy.linalg.eigvalsh_tridiagonal(pivots.diagonal(), pivots.diagonal(1))
-        return int((signs < 0).sum())
-    rows = op.matrix.cpu().double()
-    parts = (rows.values().numpy(), rows.col_indices().numpy(), rows.crow_indices().numpy())
-    shifted = scipy.sparse.csc_array(parts, shape=op.shape) - shift * scipy.sparse.eye_array(
-        op.shape[0], format="csc"
-    )
-    # Pivots on the diagonal keep the matrix symmetric: then U = D L'.
-    options = {"SymmetricMode": True}
-    factors = scipy.sparse.linalg.splu(
-        shifted.tocsc(), permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options
-    )
-    if (factors.perm_r != factors.perm_c).any():
-        raise ValueError(f"certify='inertia' fails: {op!r} has no stable factors without pivoting")
-    return int((factors.U.diagonal() < 0).sum())
-
-
 # ------------------------------------------------------------------------------------------
 # Bounds of the spectrum, and its norm.
 
@@ -514,8 +230,8 @@ class Bounds(HasStatus):
     Attributes:
         low: Lower end.
         high: Upper end.
-        rigorous: Whether the interval certainly contains all eigenvalues. Bounds by Lanczos do so
-            with probability 0.999 over the start vector.
+        rigorous: Whether the interval certainly contains all eigenvalues. Bounds by Lanczos contain
+            them with probability 0.999 over the start vector.
         num_products: Number of products.
         method: How the ends were computed.
         status: Whether the ends reached the tolerance.
@@ -551,17 +267,17 @@ def bounds(
 ) -> Bounds:
     r"""Return an interval that contains the spectrum.
 
-    ``gershgorin`` needs an explicit matrix and no product. It is certain but wide. ``lanczos``
-    makes steps until the interval is wider than that of the Ritz values, which lie within the
-    spectrum, by at most ``rtol`` times the norm at each end. An eigenvalue outside of the interval
-    would have been missed with probability 0.001 at most. ``auto`` intersects the two.
+    ``gershgorin`` needs an explicit matrix and no product. Its interval is certain but wide.
+    ``lanczos`` takes steps until the interval exceeds the extreme Ritz values by at most ``rtol``
+    times the norm at each end. Its interval contains the spectrum with probability 0.999. ``auto``
+    intersects the two.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         method: See above.
         rtol: Margin, relative to the norm.
-        max_steps: Maximum number of products; 20 to 60 are usual. At this number the
-            interval still contains the spectrum, but may be wide.
+        max_steps: Maximum number of products; 20 to 60 are usual. If it is reached, the interval
+            still contains the spectrum with this probability, but may be wide.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
@@ -628,6 +344,274 @@ def spectral_norm(
     )
 
 
+# ------------------------------------------------------------------------------------------
+# The search for extreme pairs: its goal, and the run with its stopping rule.
+
+
+class _Goal:
+    """The wanted pairs and the limits of a search, checked and with defaults filled in."""
+
+    def __init__(
+        self,
+        op: LinearOperator,
+        largest: int,
+        smallest: int,
+        rtol: float | None,
+        max_steps: int | None,
+        max_vectors: int | None = None,
+        mode: Reorthogonalization = "full",
+        certify: Certificate = "random",
+        ends: Literal["bounds", "norm"] | None = None,
+        discs: tuple[float, float] | None = None,
+    ) -> None:
+        n, eps = op.shape[0], torch.finfo(op.dtype).eps
+        check_count("largest", largest, low=0, high=n)
+        check_count("smallest", smallest, low=0, high=n - largest)
+        self.largest, self.smallest, self.wanted = largest, smallest, largest + smallest
+        if not self.wanted:
+            raise ValueError("largest or smallest must be at least 1, got 0 for both")
+        self.max_steps = max(2000, 200 * self.wanted) if max_steps is None else max_steps
+        check_count("max_steps", self.max_steps)
+        self.rtol = eps**0.5 if rtol is None else rtol
+        check_range("rtol", self.rtol, low=eps, high=1.0)
+        check_choice("certify", certify, get_args(Certificate))
+        # For "bounds" or "norm" only the end values must be accurate, and no vectors.
+        self.certify, self.ends = certify, ends
+        low, high = discs or (-math.inf, math.inf)
+        self.discs = {-1: low, 1: high}
+        if certify == "inertia" and not isinstance(op, DenseOperator | SparseOperator):
+            raise ValueError(f"certify='inertia' needs a dense or sparse matrix, got {op!r}")
+        check_choice("reorthogonalize", mode, ("full", "partial"))
+        if max_vectors is None:
+            small = TUNING.long_basis * n * op.dtype.itemsize <= TUNING.basis
+            least = TUNING.long_basis if small else TUNING.short_basis
+            max_vectors = max(2 * self.wanted + 4, least) if mode == "full" else self.max_steps
+        else:
+            check_count("max_vectors", max_vectors, low=self.wanted + 2)
+        self.max_vectors = min(max_vectors, self.max_steps, n)
+        self.restarts = self.max_vectors < min(self.max_steps, n)
+        if self.restarts and mode != "full":
+            raise ValueError(f"a restart needs reorthogonalize='full', got {mode!r}")
+        # A restart needs room for the residual vector beside the basis.
+        self.capacity = self.max_vectors + self.restarts
+        names = ("largest", "smallest", "rtol", "max_steps", "max_vectors", "certify")
+        self.settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        self.settings["reorthogonalize"] = mode
+
+    def extremes(self, size: int) -> Tensor:
+        """Return the indices of the wanted ones of ``size`` ascending values."""
+        return extremes(size, self.smallest, self.largest)
+
+    def success(self, spent: int) -> Status:
+        """Return the status of a run that has reached the goal."""
+        if self.ends:
+            message = f"{self.ends} to rtol {self.rtol:.1g} in {spent} products"
+        else:
+            message = f"{self.wanted} pairs to rtol {self.rtol:.1g} in {spent} products; "
+            message += CERTAINTY[self.certify]
+        return Status(outcome="converged", message=message)
+
+    def failure(self, spent: int, met: int, error: float, tolerance: float) -> Status:
+        """Return the status of a run of ``max_steps`` that found ``met`` pairs."""
+        pairs = f"{met} of {self.wanted} pairs reached rtol {self.rtol:.1g} in {spent} products; "
+        if self.ends:
+            message = f"{self.ends} did not reach rtol {self.rtol:.1g} in {spent} products"
+        elif met < self.wanted:
+            message = pairs + f"the largest residual is {error:.1g}, the goal {tolerance:.1g}"
+        else:
+            message = pairs + "repeated ones may be missing"
+        missing = met == self.wanted and not self.ends
+        return Status(
+            outcome="uncertain" if missing else "max_steps",
+            message=message,
+            advice="raise max_steps, max_vectors or rtol",
+        )
+
+
+class _Search:
+    """One run in progress: step, check, restart, lock, begin with a new start vector, save.
+
+    Args:
+        goal: The wanted pairs and the limits.
+        saved: The run and its journal.
+        seed: Seed of further start vectors.
+        random: Whether the start vector is random. Only then the probability of missing an
+            eigenvalue is known.
+    """
+
+    def __init__(self, goal: _Goal, saved: SavedRuns, seed: int, *, random: bool = True) -> None:
+        self.op, self.goal, self.saved, self.seed = saved.op, goal, saved, seed
+        self.run = saved.runs[0]
+        # "doubt" is the logarithm of the probability that the start vectors before the current one
+        # all missed an eigenvalue.
+        self.progress: dict[str, Any] = {
+            "spent": 0,
+            "restarts": 0,
+            "random": random,
+            "doubt": 0.0,
+            "next_check": goal.wanted + TUNING.patience,
+        }
+
+    @property
+    def spent(self) -> int:
+        """Number of products."""
+        return int(self.progress["spent"])
+
+    @property
+    def roundoff(self) -> float:
+        """The part of each residual that is roundoff."""
+        return self.run.roundoff(self.progress["restarts"])
+
+    @property
+    def tolerance(self) -> float:
+        """Largest residual of a pair that has converged."""
+        return max(self.goal.rtol * self.run.scale, self.roundoff)
+
+    def advance(self, progress: bool | Progress) -> Status:
+        """Take steps until the goal or ``max_steps`` is reached; return the status."""
+        self.progress = self.saved.load() or self.progress
+        with tracking(progress, "Lanczos", self.goal.max_steps) as bar:
+            while True:
+                last = self.run.size + 1 == self.goal.max_vectors and not self.goal.restarts
+                step(self.op, [self.run], last=last)
+                self.progress["spent"] += 1
+                bar.update(self.spent)
+                status = self._check()
+                if status is not None:
+                    return status
+                self.saved.save(self.progress)
+
+    def bound(self, side: int) -> float:
+        """Return the bound of the spectrum on one side (-1 or 1).
+
+        An eigenvalue beyond it is missed with probability ``missed``. If Gershgorin's discs end
+        nearer, their end is the bound. The bound exceeds the extreme Ritz value by its roundoff at
+        least.
+        """
+        values, log_missed = self.run.ritz_pairs()[0], self._log_missed()
+        limit = math.log(TUNING.missed / 2)
+        end = float(values[0] if side < 0 else values[-1])
+        inside = outside = self.roundoff
+        while not is_below(log_missed(end + side * outside), limit):
+            inside, outside = outside, 2 * outside
+        for _ in range(10):
+            middle = (inside + outside) / 2
+            if is_below(log_missed(end + side * middle), limit):
+                outside = middle
+            else:
+                inside = middle
+        bound, disc = end + side * outside, self.goal.discs[side]
+        return bound if side * bound <= side * disc else disc
+
+    def _check(self) -> Status | None:
+        """Return the status if the run is over; otherwise restart or lock if that is due."""
+        run, goal, n = self.run, self.goal, self.op.shape[0]
+        if run.size == n and not run.locked:
+            return invariant_status(n, n)
+        final = self.spent == goal.max_steps
+        full = run.size in (goal.max_vectors, n)
+        if not (final or full or run.exhausted or run.size >= self.progress["next_check"]):
+            return None
+        # A check costs O(size^3), so checks become rarer as the basis grows.
+        spacing = TUNING.spacing_bounds if goal.ends else TUNING.spacing_pairs
+        self.progress["next_check"] = run.size + max(spacing, run.size // 10)
+        values, _, residuals = run.ritz_pairs()
+        chosen = goal.extremes(len(values))
+        errors = residuals[chosen]
+        met = int((errors <= self.tolerance).sum())
+        reached = run.size >= goal.wanted if goal.ends else met == goal.wanted
+        edges = self._edges(values) if run.size >= goal.wanted else {}
+        hidden = not edges or self._hidden(edges)
+        if reached and self._certain(values, edges, hidden):
+            return goal.success(self.spent)
+        if final:
+            return goal.failure(self.spent, met, float(errors.max()), self.tolerance)
+        if run.exhausted:
+            doubts = map(self._log_missed(), edges.values())
+            self._begin(doubt=0.0 if hidden else max(doubts))
+        elif reached and hidden and is_below(2**0.5 * run.neglect(chosen), self.tolerance):
+            # Half of the squared tolerance remains for pairs that are locked later.
+            self._begin(doubt=0.0)
+        elif run.size == goal.max_vectors:
+            self._restart()
+        return None
+
+    def _edges(self, values: Tensor) -> dict[int, float]:
+        """Return, by side, the innermost wanted value, moved outwards by the tolerance."""
+        goal, norm = self.goal, float(values.abs().max())
+        if goal.ends == "norm":
+            return {side: side * norm * (1 + goal.rtol) for side in (-1, 1)}
+        margin = goal.rtol * norm if goal.ends else self.tolerance
+        edges = {}
+        if goal.smallest:
+            edges[-1] = float(values[goal.smallest - 1]) - margin
+        if goal.largest:
+            edges[1] = float(values[-goal.largest]) + margin
+        return edges
+
+    def _hidden(self, edges: dict[int, float]) -> bool:
+        """Return whether pairs beyond the edges may be hidden from the current start vector.
+
+        Its Krylov space contains one eigenvector of each eigenvalue, so it hides copies. Copies of
+        the value at the edge itself do not matter.
+        """
+        active = self.run.active_pairs()[0]
+        ends = {-1: float(active[0]), 1: float(active[-1])}
+        beyond = any(side * ends[side] > side * edge for side, edge in edges.items())
+        counted = self.goal.certify == "inertia" and not self.run.locked
+        return beyond or counted or not self.progress["random"]
+
+    def _certain(self, values: Tensor, edges: dict[int, float], hidden: bool) -> bool:
+        """Return whether no eigenvalue beyond the edges is missing."""
+        if self.goal.certify == "none" or self.run.size == self.op.shape[0]:
+            return True
+        if self.goal.certify == "random":
+            # Each end gets half of the probability. No eigenvalue lies beyond Gershgorin's discs.
+            limit, log_missed = math.log(TUNING.missed / 2), self._log_missed()
+            return not hidden and all(
+                side * edge >= side * self.goal.discs[side] or is_below(log_missed(edge), limit)
+                for side, edge in edges.items()
+            )
+        n = self.op.shape[0]
+        for side, edge in edges.items():
+            below = _count_below(cast("SparseOperator", self.op), edge)
+            beyond = int((side * values > side * edge).sum())
+            if beyond != (below if side < 0 else n - below):
+                return False
+        return True
+
+    def _log_missed(self) -> Callable[[float], float]:
+        """Return a function of a point: the log probability of missing an eigenvalue beyond it."""
+        # The component of a random unit vector along an eigenvector is below sqrt(w) with
+        # probability at most sqrt(2 n w / pi), and w <= 1 / sum_j p_j^2.
+        if not self.run.scale:  # the product of a random vector is zero only for the zero matrix
+            return lambda point: -math.inf
+        doubt, christoffel = self.progress["doubt"], self.run.log_christoffel()
+        log_n = math.log(2 * self.op.shape[0] / math.pi)
+        return lambda point: doubt + min(0.0, (log_n - christoffel(point)) / 2)
+
+    def _restart(self) -> None:
+        """Restart with the wanted pairs and their neighbours in half of the remaining basis."""
+        goal, locked = self.goal, len(self.run.locked)
+        wanted = 0 if locked else goal.wanted
+        count = wanted + (goal.max_vectors - locked - wanted) // 2
+        low = round(count * goal.smallest / goal.wanted)
+        self.run.restart(low, count - low)
+        self.progress["restarts"] += 1
+        self.progress["next_check"] = (
+            self.run.size + TUNING.spacing_bounds if goal.ends else goal.max_vectors
+        )
+
+    def _begin(self, *, doubt: float) -> None:
+        """Lock the wanted pairs, and begin with a random vector in their orthogonal complement."""
+        self.run.lock(self.goal.extremes(self.run.size))
+        fresh = torch.Generator().manual_seed((self.seed + self.spent) % 2**63)
+        self.run.begin(random_start(self.op, fresh))
+        self.progress["restarts"] += 1
+        self.progress |= {"random": True, "doubt": doubt}
+        self.progress["next_check"] = self.run.size + TUNING.patience
+
+
 def _ends(
     op: LinearOperator,
     kind: Literal["bounds", "norm"],
@@ -645,3 +629,27 @@ def _ends(
     saved = SavedRuns(op, starts, goal.capacity, settings, None, 0.0, None)
     search = _Search(goal, saved, generator.initial_seed())
     return search, search.advance(progress)
+
+
+def _count_below(op: DenseOperator | SparseOperator, shift: float) -> int:
+    """Return the number of eigenvalues below a shift, which is the number of negative pivots."""
+    # Sylvester: A - s I = L D L' has as many negative eigenvalues as D.
+    if isinstance(op, DenseOperator):
+        matrix = op.matrix.detach().cpu().double() - shift * torch.eye(op.shape[0]).double()
+        _, pivots, _ = scipy.linalg.ldl(matrix.numpy())
+        # D has blocks of order 1 and 2.
+        signs = scipy.linalg.eigvalsh_tridiagonal(pivots.diagonal(), pivots.diagonal(1))
+        return int((signs < 0).sum())
+    rows = op.matrix.cpu().double()
+    parts = (rows.values().numpy(), rows.col_indices().numpy(), rows.crow_indices().numpy())
+    shifted = scipy.sparse.csc_array(parts, shape=op.shape) - shift * scipy.sparse.eye_array(
+        op.shape[0], format="csc"
+    )
+    # Pivots on the diagonal keep the matrix symmetric: then U = D L'.
+    options = {"SymmetricMode": True}
+    factors = scipy.sparse.linalg.splu(
+        shifted.tocsc(), permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options
+    )
+    if (factors.perm_r != factors.perm_c).any():
+        raise ValueError(f"certify='inertia' fails: {op!r} has no stable factors without pivoting")
+    return int((factors.U.diagonal() < 0).sum())

@@ -1,4 +1,4 @@
-"""The Lanczos recurrence and the orthonormal basis that it builds."""
+"""The Lanczos recurrence, its orthonormal basis, and re-orthogonalisation."""
 
 import math
 from collections.abc import Callable
@@ -20,45 +20,46 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Constants of the recurrence, in units of roundoff unless they say otherwise."""
+    """Constants of the recurrence, in units of machine precision eps unless stated otherwise."""
 
-    # A remainder beta below this many eps |A| is nothing but roundoff: the space is invariant.
-    # Matrices with 2, 3 and 5 distinct eigenvalues leave 1.5, 2 and 4. With 20 roundoff has grown
-    # to 5e4: then the run continues in an arbitrary direction, which does no harm.
+    # A remainder beta below this many eps |A| is roundoff, so the space is invariant. Matrices with
+    # 2, 3 and 5 distinct eigenvalues leave 1.5, 2 and 4. With 20 distinct eigenvalues roundoff has
+    # grown to 5e4. The run then continues in an arbitrary direction, which does no harm.
     breakdown: float = 10.0
     # Products of a symmetric matrix may violate v_i'A v_j = v_j'A v_i by this many sqrt(eps) |A|.
     # Float32 with a million rows reaches 7e-4; TF32 rounds its factors to 2^-11 = 1.4 sqrt(eps).
     asymmetry: float = 10.0
-    # Steps in which a run without a basis checks that: each check reads two vectors more, a tenth
-    # of the cost of a sparse product.
+    # Number of steps in which a run without a basis makes this check. Each check reads two more
+    # vectors, which costs a tenth of a sparse product.
     checked_steps: int = 8
     # Roundoff in the residual of a Ritz pair: products, assembly of the vector, and the norm. The
-    # largest seen after 60 steps is 2.1 in float32 and 6.7 in float64 (200,000 rows).
+    # largest value after 60 steps was 2.1 in float32 and 6.7 in float64 (200,000 rows).
     residual: float = 8.0
-    # Upper limit of the learned noise of "partial", in eps. It reaches 17 in float32 with 100,000
-    # rows and stays 1 elsewhere; the limit is for operators whose products are noisy.
+    # Upper limit of the starting value of the bounds of "partial", in eps. The value reaches 17 in
+    # float32 with 100,000 rows and stays 1 elsewhere; the limit is for noisy products.
     noise: float = 100.0
-    # "partial" repeats a subtraction that removes more than this fraction of the vector; a
-    # half-orthogonal basis removes less. Repeating always would double the reads of the basis.
+    # "partial" repeats a subtraction that removes more than this fraction of the vector. With a
+    # half-orthogonal basis it removes less. To repeat it always would double the reads of the
+    # basis.
     repeat: float = 0.01
-    # A number that a resumed run computes again may differ by this many eps |A|, however small it
-    # is: sums over many entries may come in another order.
+    # A number that a resumed run computes again may differ by this many eps |A|, because the order
+    # of summation may differ.
     repeated: float = 100.0
-    # Products between (largest number)^-0.3 and its 0.3th power are not scaled: squares of their
-    # entries are in range, and so are squares of what is left of them at roundoff.
+    # Products are scaled if their magnitude is outside of (largest number)^(-0.3) to
+    # (largest number)^0.3. Inside, the squares of their entries and of their roundoff are in range.
     ordinary: float = 0.3
-    # Runs of up to this many rows advance by batched operations, which take 0.5 of the time at 500
-    # rows. Beyond, vectors leave the cache between two operations: at 4,000 rows "full" takes 1.15
-    # (8 probes, 30 steps), at 16,000 rows "none" 1.0.
+    # Runs of up to this many rows advance by batched operations, which take half the time at 500
+    # rows. For more rows, vectors leave the cache between two operations: the time is 1.15 times
+    # that of single runs for "full" at 4,000 rows (8 probes, 30 steps), and 1.0 for "none" at
+    # 16,000.
     together_full: int = 2000
     together_none: int = 8000
-    # Rows by which a basis grows beyond its capacity, where the number of steps is not known
-    # beforehand.
+    # Number of rows added to a basis that is full, if the number of steps is not known beforehand.
     growth: int = 64
-    # Entries of the basis that are mixed at a time: 8 MiB of float64, the size of a cache.
+    # Entries of the basis that are combined at a time: 8 MiB of float64, the size of a cache.
     chunk: int = 2**20
-    # Entries that are summed in float32 before float64 takes over: the error is then about
-    # eps sqrt(65536) = 3e-5. A plain sum over millions of entries loses half the digits.
+    # Entries that are summed in float32; the partial sums are added in float64. The error is then
+    # about eps sqrt(65536) = 3e-5. A sum of millions of entries in float32 loses half the digits.
     piece: int = 2**16
 
 
@@ -66,19 +67,19 @@ TUNING = Tuning()
 
 
 # ------------------------------------------------------------------------------------------
-# The basis: it grows by one vector per step and is stored on the device, the host or spread.
+# The basis, which grows by one vector per step.
 
 
 class Basis:
     r"""Rows :math:`v_1, \dots, v_j` of length ``n``, orthonormal to roundoff.
 
-    ``device`` stores the rows beside the operator and ``host`` in the memory of the host.
-    ``spread`` gives each process the coordinates of its :func:`shard`, so that its share of the
-    memory falls with the number of processes. Vectors that go in and out are whole and on the
-    device.
+    ``device`` stores the rows on the device of the operator, and ``host`` in host memory. With
+    ``spread`` each process stores the coordinates of its :func:`shard`, so the memory per process
+    falls with the number of processes. :meth:`local` and :meth:`whole` convert vectors between the
+    operator and the basis.
 
     Args:
-        capacity: Number of rows whose memory is allocated at once. More rows need a copy.
+        capacity: Number of rows to allocate. More rows need a copy of the basis.
         like: A vector ``(n,)`` with the length, dtype and device of the rows.
         placement: Where the rows are stored.
         group: The processes, for ``spread``.
@@ -100,7 +101,7 @@ class Basis:
         home = torch.device("cpu") if placement == "host" else like.device
         width = self.part.stop - self.part.start
         self.rows = like.new_empty(capacity, width, device=home) if rows is None else rows
-        # Float64 has digits to spare, and GPUs sum in trees: neither needs pieces.
+        # Float64 is accurate enough, and GPUs sum pairwise: neither needs sums of pieces.
         pieces = home.type == "cpu" and like.dtype != torch.float64
         self.width = TUNING.piece if pieces else max(1, width)
         self.size = 0
@@ -114,12 +115,12 @@ class Basis:
         self.size += 1
 
     def extend(self, rows: Tensor) -> None:
-        """Add rows ``(k, width)`` that another basis of this placement held."""
+        """Add rows ``(k, width)`` of another basis with the same placement."""
         self.rows[self.size : self.size + len(rows)] = rows
         self.size += len(rows)
 
     def local(self, vector: Tensor) -> Tensor:
-        """Return the coordinates of a vector ``(n,)`` that the rows hold, on their device."""
+        """Return the coordinates of a vector ``(n,)`` that this process stores."""
         return vector[self.part].to(self.rows.device)
 
     def whole(self, vector: Tensor) -> Tensor:
@@ -152,7 +153,7 @@ class Basis:
     def dot(self, index: int, vector: Tensor) -> float:
         """Return the inner product of one row with a local vector, in float64."""
         row = self.rows[index]
-        # Converted before the multiplication: the recurrence magnifies an error of alpha.
+        # Convert to float64 before the multiplication: the recurrence magnifies errors of alpha.
         if len(vector) <= self.width:
             return float(self._sum([torch.dot(row.double(), vector.double())]))
         pieces = zip(row.split(self.width), vector.split(self.width), strict=True)
@@ -167,7 +168,7 @@ class Basis:
     def combine(self, coefficients: Tensor) -> Tensor:
         r"""Overwrite the first ``r`` rows by :math:`C^\top V`, ``C (j, r)``, and return them.
 
-        This is done in place, some columns at a time, without a second basis.
+        In place, some columns at a time, so that no second basis is needed.
         """
         size, count = coefficients.shape
         mix = coefficients.T.to(self.rows.dtype).to(self.rows.device)
@@ -196,29 +197,30 @@ class Recurrence:
 
     .. math:: \beta_j v_{j+1} = A v_j - \alpha_j v_j - \beta_{j-1} v_{j-1}
 
-    ``full`` subtracts the whole basis from the remainder of the recurrence. Together with the
-    recurrence itself that orthogonalises twice, with two reads of the basis per step and not four.
-    ``partial`` (Simon 1984) follows a bound :math:`\omega` of the loss of orthogonality. Where it
-    exceeds the square root of machine precision, the rows concerned are subtracted in two
-    consecutive steps, which keeps the tridiagonal matrix exact to roundoff. ``none`` stores two
-    vectors only; converged values then repeat, but quadrature stays accurate (Greenbaum 1989).
+    ``full`` subtracts the whole basis from the remainder of the recurrence. The recurrence itself
+    is a first orthogonalisation, so this is the second, with two reads of the basis per step and
+    not four. ``partial`` (Simon 1984) updates bounds :math:`\omega` of the loss of orthogonality.
+    Rows whose bound exceeds the square root of machine precision are subtracted in two consecutive
+    steps, which keeps the tridiagonal matrix exact to roundoff. ``none`` stores two vectors only.
+    Converged values then repeat, but quadrature stays accurate (Greenbaum 1989).
 
     After a thick restart (Wu and Simon 2000) the first rows of the basis are Ritz vectors with
-    values ``kept``, and ``couplings`` are their entries in the row of :math:`T` that follows.
-    The first of them may be locked: they count as eigenvectors, and the run continues from a new
-    start vector in their orthogonal complement.
+    values ``kept``, and ``couplings`` are their entries in the next row of :math:`T`. The first
+    Ritz vectors may be locked: they count as eigenvectors, and the run continues from a new start
+    vector in their orthogonal complement.
 
-    Products far from 1 are divided by a power of two, ``unit``, since squares of their entries
-    would leave the range. All stored numbers are those of the matrix itself.
+    If the products are far from 1 in magnitude, they are divided by a power of two, ``unit``,
+    because the squares of their entries would overflow or underflow. All stored numbers are those
+    of the matrix itself.
 
     Args:
         start: Start vector ``(n,)``.
-        capacity: Rows of the basis that are allocated at once.
+        capacity: Number of rows of the basis to allocate.
         mode: Kind of re-orthogonalisation.
         placement: Where the basis is stored.
         group: The processes, for ``spread``.
-        magnitude: If products are differences of larger numbers, the size of these numbers:
-            roundoff is relative to it.
+        magnitude: Magnitude of the numbers whose differences the products are, if these are larger
+            than the products. Roundoff is relative to them.
         rows: Memory for the basis, of ``capacity`` rows (two for ``none``).
     """
 
@@ -241,7 +243,7 @@ class Recurrence:
     ) -> None:
         self.mode, self.magnitude, self.unit = mode, magnitude, 1.0
         self.eps = torch.finfo(start.dtype).eps
-        # Memory of all runs that advance together, ``(k, capacity, n)``, if there are some.
+        # The bases of all runs that advance together, ``(k, capacity, n)``, if they share a tensor.
         self.shared: Tensor | None = None
         size = capacity if mode != "none" else 2
         self.basis = Basis(size, start, placement=placement, group=group, rows=rows)
@@ -249,22 +251,18 @@ class Recurrence:
         self.couplings: list[float] = []
         self.alphas: list[float] = []
         self.betas: list[float] = []
-        # Residuals of the locked rows, and the norm of what locking neglects; Ritz values that
-        # restarts have discarded since the last start vector, and the sum of the logarithms of the
-        # betas up to the last restart.
-        self.locked: list[float] = []
-        self.neglected = 0.0
-        self.roots: list[float] = []
-        self.log_betas = 0.0
+        self.locked: list[float] = []  # residuals of the locked rows
+        self.neglected = 0.0  # norm of the matrix that locking neglects
+        self.roots: list[float] = []  # Ritz values discarded since the last start vector
+        self.log_betas = 0.0  # sum of log beta up to the last restart
         self._active: tuple[Tensor, Tensor] | None = None  # cache of active_pairs
-        self.newest = 0  # index of the row to be multiplied
+        self.newest = 0  # index of the row that is multiplied next
         self.scale = 0.0  # lower bound of the norm of the matrix
-        # For "partial": bounds of |v_j'v_k| for the last two rows j; rows that the next step must
-        # subtract; starting value of the bounds, in eps; and, for each step, the norm of what
-        # re-orthogonalisation removed, which the tridiagonal matrix does not contain.
-        self.omega = (np.empty(0), np.empty(0))
-        self.again: list[tuple[int, int]] = []
-        self.noise = 1.0
+        # For "partial" only.
+        self.omega = (np.empty(0), np.empty(0))  # bounds of |v_j'v_k| for the last two rows j
+        self.again: list[tuple[int, int]] = []  # rows that the next step must subtract as well
+        self.noise = 1.0  # starting value of the bounds, in eps
+        # Norms of what re-orthogonalisation removed in each step, which T does not contain.
         self.removed: list[float] = []
         self.begin(start)
 
@@ -291,7 +289,7 @@ class Recurrence:
         self.omega = (bounds[1:], bounds)
 
     def vector(self) -> Tensor:
-        """Return the newest vector ``(n,)``, which is to be multiplied."""
+        """Return the newest vector ``(n,)``, which is multiplied next."""
         return self.basis.whole(self.basis.rows[self.newest])
 
     def absorb(self, product: Tensor, *, last: bool = False) -> None:
@@ -299,7 +297,7 @@ class Recurrence:
 
         Args:
             product: The product.
-            last: Do not store the next vector, which will not be multiplied.
+            last: Do not store the next vector, because this step is the last one.
         """
         self._active = None
         if not self.scale:
@@ -369,12 +367,12 @@ class Recurrence:
         """
         first = len(self.locked)
         values, coefficients = self.active_pairs()
-        # What locking neglected is a part of later residuals.
+        # The part of the matrix that locking neglected adds to later residuals.
         residuals = self._outside().hypot(torch.tensor(self.neglected, dtype=torch.float64))
         if not first:
             return values, coefficients, residuals
-        # T is block diagonal. The blocks are solved one by one: eigenvectors of a value that both
-        # have would be mixed, and their residuals with them.
+        # T is block diagonal. Solve the blocks one by one: if both have the same eigenvalue, eigh
+        # would return mixtures of their eigenvectors, with wrong residuals.
         values = torch.cat([torch.tensor(self.kept[:first], dtype=torch.float64), values])
         coefficients = torch.block_diag(torch.eye(first, dtype=torch.float64), coefficients)
         residuals = torch.cat([torch.tensor(self.locked, dtype=torch.float64), residuals])
@@ -382,7 +380,7 @@ class Recurrence:
         return values[order], coefficients[:, order], residuals[order]
 
     def _outside(self) -> Tensor:
-        """Norms of the parts of the products of active Ritz vectors outside of the basis."""
+        """Return the norms of ``A u`` outside of the basis, for all active Ritz vectors ``u``."""
         _, coefficients = self.active_pairs()
         removed = torch.tensor(self.removed or [0.0], dtype=torch.float64)
         beside = removed @ coefficients[: len(removed)].abs()
@@ -397,21 +395,21 @@ class Recurrence:
 
         .. math:: (u^\top z)^2 \le 1 \Big/ \sum_{j=0}^m p_j(x)^2 .
 
-        Restarts do not matter: :math:`p_m(x) = \prod_i (x - \mu_i) / \prod_j \beta_j` with the
-        present Ritz values and all that were discarded. The others follow from
+        This also holds after restarts: :math:`p_m(x) = \prod_i (x - \mu_i) / \prod_j \beta_j` with
+        the current Ritz values and all that were discarded. The other polynomials follow from
         :math:`(x - T) p = \beta_m p_m e_m`.
 
         Reference: Van Dorsselaer, Hochstenbach and Van der Vorst (2000), with the sum over all
         polynomials in place of the last one.
         """
         values, vectors = (part.numpy() for part in self.active_pairs())
-        # Below roundoff beta says nothing more.
+        # A beta below roundoff carries no information.
         last = max(self.betas[-1], TUNING.breakdown * self.eps * self.scale)
         roots = np.concatenate([self.roots, values])
         betas = float(np.log([*self.betas[:-1], last]).sum()) + self.log_betas
 
         def log_sum(point: float) -> float:
-            # At a Ritz value the sum is minus infinity, as it should be.
+            # At a Ritz value the result is minus infinity, so that no bound is derived from it.
             with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
                 ratios = last * vectors[-1] / (point - values)
                 log_last = float(np.log(np.abs(point - roots)).sum()) - betas
@@ -421,14 +419,14 @@ class Recurrence:
 
     def roundoff(self, restarts: int = 0) -> float:
         """Return the part of each residual that is roundoff."""
-        # Each restart mixes the basis once more; without re-orthogonalisation each step adds its
-        # own roundoff. Both grow as a random walk. With 1 + restarts, 2 of 699 random runs (of
-        # 2000 products) had residuals 1.1 and 1.4 times those stated.
+        # Each restart combines the basis once more. Without re-orthogonalisation each step adds
+        # roundoff. Both grow as a random walk. With 1 + restarts in place of 1 + 4 restarts, 2 of
+        # 699 random runs (of 2000 products) had residuals of 1.1 and 1.4 times the stated ones.
         growth = 1 + 4 * restarts + (self.size if self.mode == "none" else 0)
         return TUNING.residual * self.eps * self.scale * float(np.sqrt(growth))
 
     def restart(self, low: int, high: int) -> None:
-        """Continue from the locked pairs, the ``low`` smallest and the ``high`` largest others."""
+        """Restart from the locked pairs, and the ``low`` smallest and ``high`` largest others."""
         first = len(self.locked)
         values, coefficients = self.active_pairs()
         kept = extremes(len(values), low, high)
@@ -446,9 +444,9 @@ class Recurrence:
         self._push(residual)  # a row beyond those that were overwritten
 
     def neglect(self, chosen: Tensor) -> float:
-        r"""Return the norm of the residuals :math:`R` that locking the chosen pairs neglects.
+        r"""Return a norm of the matrix that would be neglected if the chosen pairs were locked.
 
-        The matrix without them differs from :math:`A` by a matrix of that norm.
+        It is the root of the sum of their squared residuals.
         """
         first = len(self.locked)
         kept = torch.tensor(self.kept[:first], dtype=torch.float64)
@@ -457,7 +455,7 @@ class Recurrence:
         return math.hypot(self.neglected, *parts[order][chosen].tolist())
 
     def lock(self, chosen: Tensor) -> None:
-        """Lock the chosen ones of :meth:`ritz_pairs` as eigenvectors, and discard the rest.
+        """Lock the chosen pairs of :meth:`ritz_pairs` as eigenvectors, and discard all others.
 
         :meth:`begin` must be called next.
         """
@@ -477,7 +475,7 @@ class Recurrence:
         return {name: getattr(self, name) for name in self.STATE} | {"omega": omega}
 
     def recall(self, memory: dict[str, Any]) -> None:
-        """Return to the state of :meth:`memory`, with a basis that is yet to be filled."""
+        """Restore the state of :meth:`memory`, with an empty basis, to be filled by the caller."""
         for name in self.STATE:
             setattr(self, name, memory[name])
         self._active = None
@@ -499,7 +497,7 @@ class Recurrence:
             before = self.betas[-1] / self.unit
             self._check_neighbour(vector, older, before)
             vector.sub_(self.basis.rows[older], alpha=before)
-        # alpha after the subtraction of beta v_{j-1}, not before: the stable order of Paige (1972).
+        # Compute alpha after subtracting beta v_{j-1}: the stable order (Paige 1972).
         alpha = self.basis.dot(self.newest, vector)
         self._check(vector, np.array([alpha]), np.empty(0))
         vector.sub_(self.basis.rows[self.newest], alpha=alpha)
@@ -508,8 +506,8 @@ class Recurrence:
     def _orthogonalize_full(self, vector: Tensor, couplings: Array | None) -> tuple[float, float]:
         """Subtract the basis; return the correction of ``alpha`` and the norm of the remainder.
 
-        The recurrence was the first subtraction, so that of the whole basis is the second. It is
-        repeated only if it removes more than it leaves: after a restart, or near a breakdown.
+        The recurrence is a first orthogonalisation, so this is the second one. It is repeated only
+        if it removes more than it leaves, which happens after a restart or near a breakdown.
         """
         nothing = np.zeros(self.basis.size - 1)
         missing, expected = 0.0, nothing if couplings is None else couplings
@@ -525,11 +523,11 @@ class Recurrence:
 
     def _orthogonalize_partial(self, vector: Tensor, beta: float) -> float:
         self.omega = (self.omega[1], self._next_omega(beta))
-        # Rows above eps^(3/4) near one above sqrt(eps) are subtracted with it (Simon 1984). In
-        # float32 there is no room between the two: all rows, or none.
+        # Rows above eps^(3/4) near a row above sqrt(eps) are subtracted with it (Simon 1984). In
+        # float32 the two are too close: subtract all rows or none.
         low = self.eps**0.75 if self.eps < 1e-10 else 0.0
         lost = _stretches(np.abs(self.omega[1][:-1]), self.eps**0.5, low)
-        # In two consecutive steps: v_{j+1} alone would get the loss back from v_j.
+        # In two consecutive steps: otherwise v_{j+1} would inherit the loss from v_j.
         stretches, self.again = [*self.again, *lost], lost
         total = 0.0
         for _ in range(2 if stretches else 0):
@@ -545,7 +543,7 @@ class Recurrence:
         overlap = self.basis.project(vector, first=first, last=last)
         self.basis.subtract(vector, overlap, first=first, last=last)
         removed, bounds = float(overlap.norm()) * self.unit, self.omega[1][first:last]
-        # If the bound was too low, its starting value is raised in proportion.
+        # If the bound was too low, raise its starting value in proportion.
         guess = float(np.linalg.norm(bounds)) * norm
         if removed > guess > 0:
             self.noise = min(self.noise * removed / guess, TUNING.noise)
@@ -571,7 +569,7 @@ class Recurrence:
         return following
 
     def _check_neighbour(self, vector: Tensor, older: int, before: float) -> None:
-        # v_{j-1}'A v_j = beta_{j-1} for symmetric A. "full" compares with all rows anyway.
+        # v_{j-1}'A v_j = beta_{j-1} for symmetric A. "full" compares all rows later.
         if self.mode == "partial" or (self.mode == "none" and self.size < TUNING.checked_steps):
             overlap = self.basis.dot(older, vector)
             # Neighbouring rows are orthogonal to eps (|A| / beta)^2 only.
@@ -582,14 +580,14 @@ class Recurrence:
     def _check(self, vector: Tensor, overlap: Array, expected: Array, slack: float = 0.0) -> None:
         """Check a product by its overlap with rows of the basis.
 
-        ``overlap`` may have more entries than ``expected``; ``slack`` bounds the inner products of
-        the rows.
+        ``overlap`` may have more entries than ``expected``. ``slack`` bounds the inner products of
+        different rows, which are not exactly orthogonal.
         """
         if not np.isfinite(overlap).all():
             self._raise_nonfinite(vector)
         gap = float(np.linalg.norm(overlap[: len(expected)] - expected))
         size = max(max(self.scale, self.magnitude) / self.unit, float(np.abs(overlap).max()))
-        # Products of locked vectors have parts beside them, of the size of their residuals.
+        # A locked vector is an eigenvector only up to its residual.
         slack += self.neglected / self.unit / (size or 1.0)
         if not is_below(gap, (TUNING.asymmetry * self.eps**0.5 + slack) * size):
             raise AsymmetryError(
@@ -607,7 +605,7 @@ class Recurrence:
 
 
 def extremes(size: int, low: int, high: int) -> Tensor:
-    """Return the indices of the ``low`` first and ``high`` last of ``size``; of all if so many."""
+    """Return the ``low`` first and ``high`` last indices below ``size``; all if there are fewer."""
     if low + high >= size:
         return torch.arange(size)
     return torch.cat([torch.arange(low), torch.arange(size - high, size)])

@@ -18,6 +18,64 @@ from ritz.spectra._lanczos.recurrence import (
 )
 
 
+def start_runs(
+    starts: Sequence[Tensor],
+    *,
+    capacity: int,
+    mode: Reorthogonalization,
+    magnitude: float = 0.0,
+) -> list[Recurrence]:
+    """Return runs from start vectors, each ``(n,)``, whose bases lie in one tensor.
+
+    :func:`step` then advances all runs by batched operations. Otherwise runs with a few thousand
+    rows spend most of their time on the overhead of calls. For longer vectors each run has a
+    tensor.
+    """
+    like, shape = starts[0], (len(starts), 2 if mode == "none" else capacity, len(starts[0]))
+    # "partial" decides for each vector what to subtract.
+    limit = {"partial": 0, "full": TUNING.together_full, "none": TUNING.together_none}[mode]
+    alone = len(like) > limit
+    shared = None if alone else like.new_empty(shape)
+    runs = []
+    for index, start in enumerate(starts):
+        rows = None if shared is None else shared[index]
+        run = Recurrence(start, capacity=capacity, mode=mode, magnitude=magnitude, rows=rows)
+        run.shared = shared
+        runs.append(run)
+    return runs
+
+
+def advance(
+    op: LinearOperator,
+    runs: Sequence[Recurrence],
+    num_steps: int,
+    *,
+    first: int = 0,
+    bar: Progress | None = None,
+    between: Callable[[int], None] | None = None,
+) -> None:
+    """Advance runs together until each has done ``num_steps`` steps or its space is invariant.
+
+    Args:
+        op: The operator.
+        runs: The runs.
+        num_steps: Total number of steps.
+        first: Number of steps done before.
+        bar: Progress bar, which counts steps.
+        between: Called between two steps with the number of steps done.
+    """
+    for done in range(first, num_steps):
+        active = [run for run in runs if not run.exhausted]
+        if not active:
+            break
+        last = done == num_steps - 1
+        step(op, active, last=last)
+        if bar is not None:
+            bar.update(done + 1)
+        if between is not None and not last:
+            between(done + 1)
+
+
 def step(op: LinearOperator, runs: Sequence[Recurrence], *, last: bool = False) -> None:
     """Advance runs by one step, with one product of a block of their vectors."""
     shared = _shared(runs)
@@ -45,47 +103,21 @@ def _block(op: LinearOperator, runs: Sequence[Recurrence], shared: Tensor | None
     return block
 
 
-def together(
-    starts: Sequence[Tensor],
-    *,
-    capacity: int,
-    mode: Reorthogonalization,
-    magnitude: float = 0.0,
-) -> list[Recurrence]:
-    """Return runs from start vectors, each ``(n,)``, whose bases lie in one tensor.
-
-    :func:`step` then advances all of them by batched operations. Without these, runs of a few
-    thousand rows spend most of their time on calls. Longer vectors have one tensor per run.
-    """
-    like, shape = starts[0], (len(starts), 2 if mode == "none" else capacity, len(starts[0]))
-    # "partial" decides for each vector what to subtract.
-    limit = {"partial": 0, "full": TUNING.together_full, "none": TUNING.together_none}[mode]
-    alone = len(like) > limit
-    shared = None if alone else like.new_empty(shape)
-    runs = []
-    for index, start in enumerate(starts):
-        rows = None if shared is None else shared[index]
-        run = Recurrence(start, capacity=capacity, mode=mode, magnitude=magnitude, rows=rows)
-        run.shared = shared
-        runs.append(run)
-    return runs
-
-
 def _shared(runs: Sequence[Recurrence]) -> Tensor | None:
     """Return the bases of all runs, ``(k, capacity, n)``, if they are one tensor and in step."""
     first, shared = runs[0], runs[0].shared
     if shared is None or len(runs) != len(shared) or first.newest >= shared.shape[1]:
         return None
-    # A run that is alone for a step continues alone: its rows may have moved.
+    # A run that took a step alone may have another basis, and continues alone.
     alike = all(run.shared is shared and run.newest == first.newest for run in runs)
     return shared if alike else None
 
 
 def _absorb_together(runs: Sequence[Recurrence], products: Tensor, *, last: bool) -> bool:
-    """Take the products ``(n, k)`` of all runs at once; return whether that was possible.
+    """Do :meth:`Recurrence.absorb` for all runs at once; return whether that was possible.
 
-    The operations are those of :meth:`Recurrence.absorb`, in the same order. In a first step, near
-    a breakdown and if a check fails nothing is changed, and each run has to take its step alone.
+    The operations on the products ``(n, k)`` are the same, in the same order. In a first step, near
+    a breakdown, and if a check fails, nothing is changed and each run must take its step alone.
     """
     first, shared = runs[0], runs[0].shared
     if shared is None or not first.alphas or any(run.unit != 1 for run in runs):
@@ -132,7 +164,7 @@ def _absorb_together(runs: Sequence[Recurrence], products: Tensor, *, last: bool
 def _dots(rows: Tensor, vectors: Tensor, width: int, *, precise: bool = True) -> Tensor:
     """Return the inner products of rows ``(k, j, n)`` with vectors ``(k, n)``, float64 on the CPU.
 
-    ``precise`` converts before the multiplication.
+    With ``precise`` the factors are converted to float64 before the multiplication.
     """
     total = torch.zeros(rows.shape[:2], dtype=torch.float64, device=rows.device)
     for left, right in zip(rows.split(width, 2), vectors[:, :, None].split(width, 1), strict=True):
@@ -147,37 +179,6 @@ def _subtract(vectors: Tensor, coefficients: Tensor, rows: Tensor) -> None:
     torch.baddbmm(
         vectors[:, None], coefficients.to(vectors)[:, None], rows, alpha=-1, out=vectors[:, None]
     )
-
-
-def advance(
-    op: LinearOperator,
-    runs: Sequence[Recurrence],
-    num_steps: int,
-    *,
-    first: int = 0,
-    bar: Progress | None = None,
-    between: Callable[[int], None] | None = None,
-) -> None:
-    """Advance runs together until each has made ``num_steps`` steps or its space is invariant.
-
-    Args:
-        op: The operator.
-        runs: The runs.
-        num_steps: Total number of steps.
-        first: Steps made before.
-        bar: Progress bar, which counts steps.
-        between: Called between two steps with the number of steps made.
-    """
-    for done in range(first, num_steps):
-        active = [run for run in runs if not run.exhausted]
-        if not active:
-            break
-        last = done == num_steps - 1
-        step(op, active, last=last)
-        if bar is not None:
-            bar.update(done + 1)
-        if between is not None and not last:
-            between(done + 1)
 
 
 def _norm(op: LinearOperator) -> float:

@@ -35,35 +35,36 @@ Interval = tuple[float, float]
 class Tuning:
     """Constants of the dual, of its relaxation and of integrals of the density."""
 
-    # First damping of Levenberg-Marquardt, its factors after a good and a bad step, and the value
-    # at which a vector is given up: no step then lowers the dual.
+    # First damping of Levenberg-Marquardt, and its factors after a good and a bad step.
     damping: float = 0.1
     shrink: float = 0.1
     grow: float = 10.0
+    # A moment vector is given up at this damping, because no step lowers the dual.
     largest_damping: float = 1e15
-    # A vector whose gradient is below this when patience ends converges slowly but surely.
+    # A vector is given up after `patience` steps unless its gradient is below this.
     near: float = 1e-4
-    # The dual has fallen if it decreased by more than this fraction: a few hundred roundoffs.
+    # A step lowers the dual if it decreases by more than this fraction: a few hundred eps.
     level: float = 1e-13
-    # Variances tried if exact moments have no density, or one too peaked to be computed. On kernel,
-    # cluster and four-atom spectra (tests/spectra/test_entropy_torture.py) one of them succeeds.
+    # Variances that are tried if the exact moments have no density, or one with too narrow peaks.
+    # On kernel, cluster and four-atom spectra (tests/spectra/test_entropy_torture.py) one of them
+    # succeeds.
     ladder: tuple[float, ...] = (1e-18, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2)
-    # If a variance has a density, the solver finds it within so many steps: 12 to 22 are usual.
+    # If there is a density for a variance, the solver needs 12 to 22 steps.
     patience: int = 25
-    # First damping with a smaller variance, in units of it: the solution of the larger is near.
+    # First damping after the variance was reduced, in units of the new variance.
     relaxed_damping: float = 100.0
-    # Total variation of the shares of the nodes at which most of them lie in peaks as narrow as the
-    # grid; it is 2 if all do.
+    # A vector is given up at this total variation of the shares of the nodes: most of the mass then
+    # lies in peaks as narrow as the grid. It is 2 if all of it does.
     blurred: float = 1.6
     # Largest variance of a moment. Moments are at most 1, so such a moment carries no information;
     # a larger variance could overflow.
     largest: float = 1e12
-    # Nodes of the grid: at least 512, 16 per moment, and doubled up to 16,384 for a prior.
+    # Nodes of the grid: at least 512 and 16 per moment, doubled up to 16,384 to resolve a prior.
     grid_size: int = 512
     nodes_per_moment: int = 16
     largest_grid: int = 16_384
-    # The integral of a density may change by this much on a grid twice as fine, that of the prior
-    # by a hundredth of it.
+    # Largest change of the logarithm of the integral of a density on a grid twice as fine. For the
+    # prior it is a hundredth of this.
     resolved: float = 1e-3
     # Points of the Gauss-Legendre rule between neighbouring nodes: the exponent is a polynomial of
     # degree m on at least 16 m panels, so each panel has a sixteenth of an oscillation.
@@ -158,19 +159,19 @@ def minimise(
         max_steps: Maximum number of steps.
         start: First multipliers, ``(N, m)``. Defaults to zeros, which give the prior.
         damping: Damping of the first step.
-        blurred: Total variation of the shares of the nodes at which to give up a vector. It is 2 if
-            each peak has one node to itself: the quadrature no longer resolves the density.
+        blurred: Total variation of the shares of the nodes at which to give up a vector, because
+            the quadrature does not resolve its peaks. It is 2 if each peak has a single node.
         patience: Number of steps after which to give up a vector whose gradient is above 1e-4.
     """
     dual = _Dual(targets.numpy(), ridge.numpy(), log_prior.numpy(), grid)
     alphas = np.zeros(targets.shape) if start is None else start.numpy().copy()
-    with np.errstate(all="ignore"):  # a step that overflows is not finite, hence not better
+    with np.errstate(all="ignore"):  # a step that overflows is not finite, and so is rejected
         every = here = dual.at(alphas)
         live, steps = np.arange(len(alphas)), np.zeros(len(alphas), dtype=np.int64)
         dampings = np.full(len(alphas), damping)
         for count in range(max_steps):
             going = (
-                ~(here.error <= atol)  # NaN goes on, and is given up below
+                ~(here.error <= atol)  # NaN counts as not converged, and is given up below
                 & (dampings < TUNING.largest_damping)
                 & (here.variation < blurred)
             )
@@ -197,7 +198,7 @@ def minimise(
 
 
 def log_mass(solution: Solution, log_prior: Tensor, grid: Grid) -> Tensor:
-    """Return log integrals ``(N,)`` of the densities by another grid: 0 if both resolve them.
+    """Return the log integrals ``(N,)`` of the densities on another grid; 0 if both resolve them.
 
     Args:
         solution: The minimum of the dual.
@@ -265,7 +266,7 @@ class _Points(NamedTuple):
 
 
 class _Dual:
-    """The dual of some vectors, in NumPy: many small operations, which cost less than in torch.
+    """The dual of some moment vectors, in NumPy, whose small operations are faster than torch's.
 
     Attributes:
         targets: ``(N, m)``.

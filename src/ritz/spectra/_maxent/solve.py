@@ -1,4 +1,4 @@
-"""Densities of maximum entropy from moments."""
+"""``maxent``: the density of maximum entropy with given moments."""
 
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack, get_args, overload
@@ -32,12 +32,12 @@ from ritz.spectra._maxent.entropic import EntropicDensity
 from ritz.spectra._moments import MomentBasis, Moments, chebyshev_from_legendre
 
 # ------------------------------------------------------------------------------------------
-# The solver: the smallest variance of the moments for which the dual has a minimum.
+# The solver, which finds the smallest variance of the moments for which there is a density.
 
 
 @dataclass(frozen=True, slots=True)
 class Solver:
-    """A quadrature, a finer one that shows whether it resolves a density, and stopping rules.
+    """A quadrature, a finer one to check that it resolves a density, and stopping rules.
 
     Attributes:
         rule: Quadrature with polynomials up to degree ``2 m``.
@@ -54,7 +54,7 @@ class Solver:
     max_steps: int
 
     def solve(self, targets: Tensor, levels: list[Tensor]) -> tuple[Solution, Tensor]:
-        """Return the solution with the smallest possible variance, and the variance, by vector.
+        """Return, for each vector, the solution with the smallest possible variance, and that.
 
         The smallest variance is tried first. If it fails, the others are tried from the largest
         down, each from the solution of the one before, until one fails.
@@ -70,7 +70,7 @@ class Solver:
         if not len(left):
             return best, ridge
         trial = self._minimise(targets[left], levels[-1][left], self.max_steps)
-        # There is no larger variance: the result of the largest is used, good or not.
+        # The result of the largest variance is used even if it has not converged.
         accepted = torch.ones_like(left, dtype=torch.bool)
         for below in range(len(levels) - 2, -2, -1):
             chosen = left[accepted]
@@ -94,8 +94,8 @@ class Solver:
         return best, ridge
 
     def resolves(self, solution: Solution) -> Tensor:
-        """Return whether the finer grid gives the same integrals of the densities, ``(N,)``."""
-        # Relaxing the moments does not help with a prior that is itself not resolved.
+        """Return whether the densities have the same integrals on the finer grid, ``(N,)``."""
+        # Allow the error of the prior, which relaxed moments do not reduce.
         gap = log_mass(solution, self.fine.log_prior, self.fine.grid).abs()
         near: Tensor = gap <= TUNING.resolved + 10 * self.blur
         return near
@@ -169,7 +169,8 @@ def maxent(
             and to zeros for a tensor.
         prior: ``flat``, ``semicircle``, ``marchenko_pastur``, a law such as those of ``ritz.rmt``,
             another density, or a function of the variable; positive inside the interval.
-        atol: Largest error of a moment to stop at, beyond its variance.
+        atol: Stop when no entry of the gradient of the dual exceeds this. The gradient is the error
+            of each moment, apart from the relaxation by its variance.
         max_steps: Maximum number of Newton steps for each variance that is tried.
         grid_size: Nodes of the quadrature. Defaults to ``max(512, 16 m)``, or more if the prior
             needs it.
@@ -209,9 +210,24 @@ def maxent(
     # overflow, and zero times infinity is NaN.
     squares = torch.atleast_2d(deviations).clamp_max(TUNING.largest**0.5).square()
     errors = (squares @ change.square().T)[:, 1:].clamp_max(TUNING.largest)
+    densities = _densities(solver, targets, errors, roundoff, support, prior)
+    if isinstance(moments, Moments):
+        return replace(densities[0], matrix=moments.matrix, batch_norm=moments.batch_norm)
+    return tuple(densities) if vectors.ndim == 2 else densities[0]
+
+
+def _densities(
+    solver: Solver,
+    targets: Tensor,
+    errors: Tensor,
+    roundoff: Tensor,
+    support: Interval,
+    prior: Prior,
+) -> list[EntropicDensity]:
+    """Return one density per row of moments ``(N, m)``, with variances of these shapes."""
     levels = [errors.clamp_min(level) for level in TUNING.ladder]
-    densities: list[EntropicDensity] = []
-    for rows in torch.arange(len(raw)).split(max(1, TUNING.block // len(rule.points))):
+    densities, size = [], len(solver.rule.points)
+    for rows in torch.arange(len(targets)).split(max(1, TUNING.block // size)):
         variances = [level[rows] + roundoff[rows] for level in levels]
         solution, ridge = solver.solve(targets[rows], variances)
         resolves = solver.resolves(solution).tolist()
@@ -230,14 +246,12 @@ def maxent(
                 fitted=solution.fitted[i],
                 ridge=ridge[i],
                 relaxation=relaxation,
-                grid_size=len(rule.points),
+                grid_size=size,
                 num_steps=steps,
                 status=status if resolves[i] else UNRESOLVED,
             )
             densities.append(density)
-    if isinstance(moments, Moments):
-        return replace(densities[0], matrix=moments.matrix, batch_norm=moments.batch_norm)
-    return tuple(densities) if vectors.ndim == 2 else densities[0]
+    return densities
 
 
 def _read(

@@ -1,17 +1,14 @@
-"""Lanczos runs: the spectrum of a symmetric operator, from one start vector or from several."""
+"""``lanczos`` and ``lanczos_block``, and their result, ``Spectrum``."""
 
-import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_finite, check_tensor, is_below
-from ritz._core.distributed import Group, all_min
-from ritz._core.journal import ADVICE, Journal, Vectors
+from ritz._core.checks import check_choice, check_count, check_finite, check_tensor
+from ritz._core.distributed import Group
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import HasStatus, Status, format_uncertain
@@ -19,162 +16,12 @@ from ritz._core.sampling import draw_probes
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._lanczos.recurrence import (
-    TUNING,
     Placement,
     Recurrence,
     Reorthogonalization,
 )
-from ritz.spectra._lanczos.steps import advance, together
-
-# ------------------------------------------------------------------------------------------
-# Runs with a saved state, and the check that a resumed run has the same operator.
-
-
-class SavedRuns:
-    """Runs that advance together and are saved in one journal.
-
-    Args:
-        op: The operator of the runs.
-        starts: Start vectors of the runs, each ``(n,)``.
-        capacity: Rows of each basis that are allocated at once.
-        settings: Settings of the run, among them ``reorthogonalize`` and ``placement``.
-        path: File of the state; ``None`` if none is saved.
-        interval: Seconds between saves.
-        group: The processes of the run.
-    """
-
-    def __init__(
-        self,
-        op: LinearOperator,
-        starts: Sequence[Tensor],
-        capacity: int,
-        settings: dict[str, Any],
-        path: str | os.PathLike[str] | None,
-        interval: float,
-        group: Group | None,
-    ) -> None:
-        self.op, self.settings = op, settings
-        mode, placement = settings["reorthogonalize"], settings["placement"]
-        if len(starts) > 1 and placement == "device":
-            self.runs = together(starts, capacity=capacity, mode=mode)
-        else:
-            self.runs = [
-                Recurrence(start, capacity=capacity, mode=mode, placement=placement, group=group)
-                for start in starts
-            ]
-        kind = {"n": op.shape[0], "dtype": str(op.dtype), "probes": len(starts)}
-        identity = settings | kind | {"start": list(starts)}
-        self.journal = Journal(path, identity, interval=interval, group=group)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Fields of every :class:`LanczosResult` of these runs."""
-        return {
-            "dimension": self.op.shape[0],
-            "operator": repr(self.op),
-            "matrix": self.op.origin.get("matrix"),
-            "batch_norm": self.op.origin.get("batch_norm"),
-            "settings": self.settings,
-        }
-
-    def load(self) -> dict[str, int] | None:
-        """Reset the runs to the newest usable state and return its progress; ``None`` without one.
-
-        Cost: one product, which shows whether the operator is that of the saved state.
-        """
-        state = self.journal.load(self._restore)
-        if state is None:
-            return None
-        run = next((run for run in self.runs if not run.exhausted), self.runs[0])
-        change = difference(self.op, run)
-        # All processes raise together: one that continued would wait for the others for ever.
-        if not all_min(int(change is None), self.journal.group):
-            raise ValueError(
-                f"state at {self.journal.path} was made with another operator, of other weights or "
-                f"data: {change or 'another process found a difference'}; {ADVICE}"
-            )
-        progress: dict[str, int] = state["progress"]
-        return progress
-
-    def save(self, progress: dict[str, int]) -> None:
-        """Save the runs after ``progress["spent"]`` steps, if that is due."""
-        if not self.journal.due():
-            return
-        # Rows of the basis change at a restart, and in each step if there are two of them.
-        changing = "spent" if self.runs[0].mode == "none" else "restarts"
-        self.journal.save(
-            {"progress": progress, "runs": [run.memory() for run in self.runs]},
-            step=progress["spent"],
-            vectors=[run.basis.rows[: run.basis.size] for run in self.runs],
-            generation=progress.get(changing, 0),
-        )
-
-    def _restore(self, state: Any, vectors: Vectors) -> None:
-        for run, memory in zip(self.runs, state["runs"], strict=True):
-            run.recall(memory)
-        for blocks in vectors:
-            for run, rows in zip(self.runs, blocks, strict=True):
-                run.basis.extend(rows)
-
-
-def difference(op: LinearOperator, run: Recurrence) -> str | None:
-    r"""Return how the operator differs from the one of the run, or ``None`` if it does not.
-
-    One product with a row of the basis is computed again:
-
-    .. math:: A v_k = \sum_i T_{ik} v_i + c_k v_{m+1}
-
-    Its norm and :math:`v_k^\top A v_k` must agree to the square root of roundoff. This detects a
-    matrix scaled by 1.001 even in single precision, because noise in the product averages out in
-    the norm and in the quadratic form. It does not average out in the vector itself, which must
-    agree to the tolerance that the check of symmetry has. This detects other data that give a
-    product of the same norm.
-
-    Cost: one product and one read of the basis.
-    """
-    basis = run.basis
-    row, column, outside = _known_product(run)
-    vector = basis.whole(basis.rows[row])
-    product = basis.local(op.matmat(vector[:, None])[:, 0].contiguous())
-    norm, diagonal = basis.norm(product), basis.dot(row, product)
-    basis.subtract(product, column.to(product.device))
-    size, known = max(run.scale, run.magnitude), math.hypot(float(column.norm()), outside)
-    number = run.eps**0.5 * known + TUNING.repeated * run.eps * size
-    removed = run.removed[row] if run.mode == "partial" else 0.0
-    allowed = (
-        (f"a product of norm {known:.9g} now has {norm:.9g}", norm - known, number),
-        (f"a quadratic form of {float(column[row]):.9g} is now {diagonal:.9g}",
-         diagonal - float(column[row]), number),
-        (f"a product of norm {known:.9g} is another vector", basis.norm(product) - outside,
-         TUNING.asymmetry * run.eps**0.5 * size + removed),
-    )  # fmt: skip
-    return next((change for change, gap, limit in allowed if not is_below(abs(gap), limit)), None)
-
-
-def _known_product(run: Recurrence) -> tuple[int, Tensor, float]:
-    """Return a row, its product in terms of the rows, and the norm of the part outside of them."""
-    size, basis_size = run.size, run.basis.size
-    if run.mode == "none":
-        # Two rows are stored. A v_j = beta_{j-1} v_{j-1} + alpha_j v_j + beta_j v_{j+1}: the last
-        # product known is that of the older row, whose predecessor is gone.
-        column = torch.zeros(basis_size, dtype=torch.float64)
-        before = run.betas[-2] if size > 1 else 0.0
-        row = run.newest if run.exhausted else 1 - run.newest
-        column[row] = run.alphas[-1]
-        if basis_size > 1:
-            column[1 - row] = before if run.exhausted else run.betas[-1]
-        return row, column, 0.0 if run.exhausted else before
-    columns = torch.zeros(basis_size, size, dtype=torch.float64)
-    columns[:size] = run.projected()
-    if basis_size > size:
-        if run.alphas:
-            columns[-1, -1] = run.betas[-1]
-        else:
-            columns[-1] = torch.tensor(run.couplings, dtype=torch.float64)
-    # The row with the largest product: roundoff is relative to the whole matrix.
-    row = int(columns.norm(dim=0).argmax())
-    return row, columns[:, row], 0.0
-
+from ritz.spectra._lanczos.saved_runs import SavedRuns
+from ritz.spectra._lanczos.steps import advance
 
 # ------------------------------------------------------------------------------------------
 # The result.
@@ -182,7 +29,7 @@ def _known_product(run: Recurrence) -> tuple[int, Tensor, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanczosResult(HasStatus):
-    """What all results of Lanczos runs record; :class:`Spectrum` documents the attributes."""
+    """Base class of results of Lanczos runs; :class:`Spectrum` documents the attributes."""
 
     values: Tensor
     residuals: Tensor
@@ -205,7 +52,7 @@ class Spectrum(LanczosResult):
 
     The weighted values are a discrete density that matches the moments
     :math:`z^\top A^j z`, :math:`j \le 2m - 1`, of the unit start vector :math:`z`.
-    They are *not* the ``m`` largest eigenvalues; the residuals say which are eigenvalues at all.
+    They are *not* the ``m`` largest eigenvalues. A value with a small residual is an eigenvalue.
 
     Attributes:
         values: Ritz values :math:`\theta_k`, ascending, ``(m,)``, float64.
@@ -251,62 +98,6 @@ class Spectrum(LanczosResult):
             weight = float(self.weights[i])
             lines.append(f"  {float(values[i]):14.8g}  {float(residuals[i]):9.1g}  {weight:9.2g}")
         return "\n".join([*lines, *_totals(self)])
-
-
-def _totals(spectrum: Spectrum) -> list[str]:
-    weights, values, n = spectrum.weights, spectrum.values, spectrum.dimension
-    bound = f"spectral norm >= {float(values.abs().max()):.6g}"
-    if spectrum.seed is None:  # a chosen start vector is no sample of anything
-        return [f"  {bound}"]
-    # One probe: tr A ~ n sum_k tau_k theta_k and |A|_F^2 ~ n sum_k tau_k theta_k^2. A quadratic
-    # form z'Mz of random signs has at most the variance 2 |M|_F^2, taken from the same probe for
-    # M = A, A^2 and the projectors P of the masses, |P|_F^2 = tr P.
-    first, second, fourth = (float(weights @ values**power) for power in (1, 2, 4))
-    norm = max((n * second) ** 0.5, least_frobenius_norm(spectrum))
-    spread = (2 * n * fourth) ** 0.5 / (2 * norm) if norm else 0.0  # of the root of |A|_F^2
-
-    def mass(chosen: Any) -> str:
-        share = float(weights[chosen].sum())
-        return format_uncertain(share, (2 * share / n) ** 0.5)
-
-    nearest = float(values[values.abs().argmin()])
-    # Values within roundoff of each other are one: a closed Krylov space repeats them.
-    there = (values - nearest).abs() <= 2 * spectrum.roundoff
-    low, high = negative_values(spectrum)
-    undecided = f", sign undecided {mass(high & ~low)}" if bool((high & ~low).any()) else ""
-    return [
-        # The Frobenius norm has all its digits: rounded to its error it may be below the bound.
-        f"  trace {format_uncertain(n * first, 2**0.5 * norm)}, "
-        f"Frobenius norm {norm:.5g} ± {spread:.2g}, {bound}",
-        f"  negative mass {mass(low)}{undecided}, mass nearest to zero {mass(there)} "
-        f"at {nearest:.2g}",
-        "  ± is the standard error of an estimate from one start vector",
-    ]
-
-
-def least_frobenius_norm(spectrum: Spectrum) -> float:
-    r"""Return a lower bound of the Frobenius norm, up to roundoff.
-
-    .. math:: \|A\|_F \ge \|V^\top A V\|_F = \Bigl(\sum_k \theta_k^2\Bigr)^{1/2}
-
-    for an orthonormal basis, whether or not the Ritz values have converged. Without
-    re-orthogonalisation values repeat, and only the largest one counts.
-    """
-    if spectrum.settings.get("reorthogonalize") == "none":
-        return float(spectrum.values.abs().max())
-    return float(spectrum.values.norm())
-
-
-def negative_values(spectrum: Spectrum) -> tuple[Tensor, Tensor]:
-    """Return masks ``(m,)`` of the values that are certainly negative and that may be negative.
-
-    A value within its residual of zero may stand for eigenvalues of either sign. A value within
-    roundoff of zero, whose residual is no larger, is zero.
-    """
-    error = spectrum.residuals.clamp(min=spectrum.roundoff)
-    undecided = (spectrum.values.abs() <= error) & (spectrum.residuals > spectrum.roundoff)
-    certain = spectrum.values < -error
-    return certain, certain | undecided
 
 
 # ------------------------------------------------------------------------------------------
@@ -408,10 +199,11 @@ def lanczos_block(
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         num_steps: Number of steps, at most ``n``.
-        num_probes: Number of runs, unless ``start`` is given.
+        num_probes: Number of runs. Ignored if ``start`` is passed.
         start: Start vectors ``(n, k)``. Defaults to random ones.
-        against: Vectors ``(n, c)`` whose cosines with the Ritz vectors to return. Each costs one
-            read of the basis; the Ritz vectors are not formed.
+        against: Vectors ``(n, c)``. Their cosines with the Ritz vectors are returned as
+        ``cosines``.
+            Each costs one read of the basis; the Ritz vectors are not formed.
         vectors: Return Ritz vectors.
         reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`lanczos`.
         group: Processes that run together, for ``state``.
@@ -445,7 +237,7 @@ def random_start(op: LinearOperator, generator: torch.Generator) -> Tensor:
 
 
 def start_vector(op: LinearOperator, start: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Return the checked start vector of the caller, or a random one."""
+    """Return ``start``, checked, or a random vector."""
     if start is None:
         return random_start(op, generator)
     check_tensor("start", start, dtype=op.dtype, device=op.device, rows=op.shape[0])
@@ -521,3 +313,63 @@ def _check_settings(
     check_count("num_steps", num_steps, high=op.shape[0])
     if vectors and mode == "none":
         raise ValueError("vectors need a basis, which reorthogonalize='none' does not keep")
+
+
+# ------------------------------------------------------------------------------------------
+# Quantities of a spectrum.
+
+
+def _totals(spectrum: Spectrum) -> list[str]:
+    weights, values, n = spectrum.weights, spectrum.values, spectrum.dimension
+    bound = f"spectral norm >= {float(values.abs().max()):.6g}"
+    if spectrum.seed is None:  # estimates of the trace and so on need a random start vector
+        return [f"  {bound}"]
+    # One probe: tr A ~ n sum_k tau_k theta_k and |A|_F^2 ~ n sum_k tau_k theta_k^2. A quadratic
+    # form z'Mz of random signs has at most the variance 2 |M|_F^2, taken from the same probe for
+    # M = A, A^2 and the projectors P of the masses, |P|_F^2 = tr P.
+    first, second, fourth = (float(weights @ values**power) for power in (1, 2, 4))
+    norm = max((n * second) ** 0.5, least_frobenius_norm(spectrum))
+    spread = (2 * n * fourth) ** 0.5 / (2 * norm) if norm else 0.0  # of the root of |A|_F^2
+
+    def mass(chosen: Any) -> str:
+        share = float(weights[chosen].sum())
+        return format_uncertain(share, (2 * share / n) ** 0.5)
+
+    nearest = float(values[values.abs().argmin()])
+    # Values within roundoff of each other are one: a closed Krylov space repeats them.
+    at_nearest = (values - nearest).abs() <= 2 * spectrum.roundoff
+    low, high = negative_values(spectrum)
+    undecided = f", sign undecided {mass(high & ~low)}" if bool((high & ~low).any()) else ""
+    return [
+        # The Frobenius norm is not rounded to its error: it could then be below the lower bound.
+        f"  trace {format_uncertain(n * first, 2**0.5 * norm)}, "
+        f"Frobenius norm {norm:.5g} ± {spread:.2g}, {bound}",
+        f"  negative mass {mass(low)}{undecided}, mass nearest to zero {mass(at_nearest)} "
+        f"at {nearest:.2g}",
+        "  ± is the standard error of an estimate from one start vector",
+    ]
+
+
+def least_frobenius_norm(spectrum: Spectrum) -> float:
+    r"""Return a lower bound of the Frobenius norm, up to roundoff.
+
+    .. math:: \|A\|_F \ge \|V^\top A V\|_F = \Bigl(\sum_k \theta_k^2\Bigr)^{1/2}
+
+    for an orthonormal basis, whether or not the Ritz values have converged. Without
+    re-orthogonalisation values repeat, and only the largest one counts.
+    """
+    if spectrum.settings.get("reorthogonalize") == "none":
+        return float(spectrum.values.abs().max())
+    return float(spectrum.values.norm())
+
+
+def negative_values(spectrum: Spectrum) -> tuple[Tensor, Tensor]:
+    """Return masks ``(m,)`` of the values that are certainly negative and that may be negative.
+
+    A value within its residual of zero may stand for eigenvalues of either sign. A value within
+    roundoff of zero, whose residual is no larger, is zero.
+    """
+    error = spectrum.residuals.clamp(min=spectrum.roundoff)
+    undecided = (spectrum.values.abs() <= error) & (spectrum.residuals > spectrum.roundoff)
+    certain = spectrum.values < -error
+    return certain, certain | undecided

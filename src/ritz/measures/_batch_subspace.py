@@ -1,4 +1,4 @@
-"""Matrices of single groups of samples in a small subspace, and batches drawn from them."""
+"""Matrices of groups of samples, projected on a small subspace, and batches drawn from them."""
 
 import math
 from collections.abc import Iterator
@@ -12,16 +12,18 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.sampling import check_samples, column_dots
 from ritz.curvature import Risk
 from ritz.curvature._shared import CurvatureMatrix, batch_products
+from ritz.measures._groups import without_replacement
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """Constants of the outlier equation."""
 
-    # Eigenvalues of a group, relative to its largest, that count as zero in its pseudo-inverse.
+    # Eigenvalues of a group below this fraction of its largest count as zero in its pseudo-inverse.
     # Between 1e-3 and 1e-1 the predictions of the study `batch_spectra` differ by less than 1 %.
     rank: float = 1e-2
-    # Newton steps at most, and the last relative step. Seven to twelve steps were the most seen.
+    # Maximum number of Newton steps, and the relative step at which to stop. The largest number of
+    # steps that was observed is twelve.
     max_steps: int = 60
     rtol: float = 1e-9
 
@@ -29,33 +31,24 @@ class Tuning:
 TUNING = Tuning()
 
 
-def without_replacement(size: float, num_samples: int) -> float:
-    r"""Return the variance of a mean of :math:`B` distinct samples over that of one sample.
-
-    .. math:: \Big(\frac1B - \frac1N\Big) \frac{N}{N - 1}
-
-    It is exactly 0 for ``B = N``.
-    """
-    return (num_samples - size) / (size * (num_samples - 1)) if num_samples > 1 else 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projections:
-    r"""Matrices :math:`H_j` of random groups of samples, seen from a subspace :math:`U`.
+    r"""Matrices :math:`H_j` of random groups of samples, projected on a subspace :math:`U`.
 
-    Everything is without the L2 term, in float64 on the CPU. Probes are random unit vectors
+    All tensors are without the L2 term, in float64 on the CPU. Probes are random unit vectors
     orthogonal to the subspace.
 
     Attributes:
         small: :math:`M_j = U^\top H_j U`, ``(m, k, k)``.
-        leak: :math:`S_j = U^\top H_j (I - U U^\top) H_j U`, ``(m, k, k)``: what leaves the space.
+        leak: :math:`S_j = U^\top H_j (I - U U^\top) H_j U`, ``(m, k, k)``, the part of
+            :math:`U^\top H_j^2 U` outside of the subspace.
         curvature: :math:`z^\top H z` of the probes, ``(p,)``, for all groups together.
         gaps: :math:`\|(H_j - H) z\|^2` of the probes, ``(m, p)``.
         mean_leak: :math:`U^\top H (I - U U^\top) H U`, ``(k, k)``: zero for exact eigenvectors.
         group_size: Samples ``g`` per group.
         num_samples: Number ``N`` of all samples.
         num_parameters: Order ``P``.
-        curved: Whether the curvature of a group along its own leak is taken into account.
+        curved: Whether :func:`draw_batches` uses the curvature of groups along their leaks.
     """
 
     small: Tensor
@@ -85,12 +78,12 @@ class Projections:
 
     @property
     def unseen(self) -> float:
-        """Fraction of the differences between samples that the groups do not show."""
+        """Squared finite-population correction of standard errors over the groups."""
         return (self.num_samples - self.num_groups) / (self.num_samples - 1)
 
     def leading(self, count: int) -> "Projections":
         """Return the projections on the first ``count`` vectors of the basis."""
-        # What stays inside of U but leaves its first vectors leaks as well.
+        # The part inside of U but outside of its first vectors becomes a part of the leak.
         inside = self.small[:, :count, count:]
         mean = inside.mean(0)
         return replace(
@@ -159,10 +152,10 @@ def project(
 def _split(basis: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``U'Y`` and ``Y'(I - UU')Y`` of ``Y = H U``, ``(k, k)`` each, in float64."""
     small = basis.T @ product
-    if basis.shape[0] == basis.shape[1]:  # nothing is outside of the whole space but roundoff
+    if basis.shape[0] == basis.shape[1]:  # the complement is empty, and rest would be roundoff
         rest = torch.zeros_like(small, dtype=torch.float64, device="cpu")
         return ((small + small.T) / 2).double().cpu(), rest
-    # Y'Y - M'M would cancel: the part outside of the space is formed first.
+    # Y'Y - M'M would cancel, so compute the part outside of the space first.
     rest = product - basis @ small
     return ((small + small.T) / 2).double().cpu(), (rest.T @ rest).double().cpu()
 
@@ -197,8 +190,7 @@ def draw_batches(projections: Projections, size: int, weights: Tensor, bulk: flo
     """
     p = projections
     count = round(1 / float(weights.max()))
-    # If the batch is not a whole number of groups, the deviations of the nearest number of groups
-    # are rescaled.
+    # If the batch is not a whole number of groups, take the nearest number and rescale deviations.
     ratio = without_replacement(size, p.num_samples)
     nearest = without_replacement(count * p.group_size, p.num_groups * p.group_size)
     scale = ratio / nearest if nearest else 0.0
@@ -226,7 +218,7 @@ def choose_groups(
     """Return weights ``(d, m)``: ``1/c`` for the ``c`` groups in a batch, distinct, and 0."""
     total = projections.num_groups
     count = min(max(1, round(size / projections.group_size)), total)
-    # The groups with the smallest of random keys: distinct, and all choices equally likely.
+    # The groups with the smallest random keys are distinct, and all choices are equally likely.
     keys = torch.rand(num_draws, total, generator=generator, device=generator.device)
     chosen = keys.argsort(1)[:, :count].cpu()
     weights = torch.zeros(num_draws, total, dtype=torch.float64)
@@ -234,12 +226,12 @@ def choose_groups(
 
 
 def self_curvatures(small: Tensor, leak: Tensor) -> Tensor:
-    r"""Return the curvature of each group along its own leak, ``(m,)``.
+    r"""Return the mean curvature :math:`\kappa_j` of each group along its leak, ``(m,)``.
 
     .. math:: \kappa_j = \frac{\operatorname{tr} S_j M_j^+ S_j}{\operatorname{tr} S_j}
 
-    A group of few samples has a matrix of low rank, which its products with ``k`` vectors
-    determine: with :math:`Y = (I - U U^\top) H_j U` it is :math:`Y M_j^+ Y^\top` outside of the
+    The matrix of a group of few samples has a low rank, so its products with ``k`` vectors
+    determine it. With :math:`Y = (I - U U^\top) H_j U` it is :math:`Y M_j^+ Y^\top` outside of the
     space (Nyström), and :math:`\kappa_j` is its mean Rayleigh quotient along :math:`Y`. Negative
     eigenvalues of :math:`M_j` count as zero.
     """
@@ -261,10 +253,9 @@ def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tup
         \quad |\langle \varphi', \varphi_1 \rangle|^2 = \frac{v_1^2}
         {1 + \sum_j w_j v^\top S_j v / (\lambda' - p_j)^2}
 
-    This is the eigenvalue equation without the part outside of the space, where the leaks of
-    different groups are taken for orthogonal, and each for an eigenvector with eigenvalue
-    :math:`p_j`. The right side falls with :math:`\lambda'`, from infinity at the largest pole of
-    the batch.
+    This is the eigenvalue equation after elimination of the complement of the subspace. The leaks
+    of different groups are approximated as orthogonal eigenvectors with eigenvalues :math:`p_j`.
+    The right side falls with :math:`\lambda'`, from infinity at the largest pole of the batch.
 
     Args:
         means: :math:`T`, ``(d, k, k)``.
@@ -273,13 +264,13 @@ def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tup
         poles: :math:`p_j`, ``(m,)``.
     """
     flat, shape = leak.flatten(1), means.shape
-    # Groups outside of the batch, and groups that leak nothing, have no pole: at minus infinity
-    # their terms vanish.
+    # Groups outside of the batch and groups without a leak have no pole. With a pole at minus
+    # infinity their terms vanish.
     leaks = leak.diagonal(dim1=1, dim2=2).sum(1) > 0
     inside = torch.where((weights > 0) & leaks, poles, -math.inf)
     top, largest = torch.linalg.eigvalsh(means)[:, -1], inside.amax(1)
     scale = float(torch.maximum(top.abs(), largest).max()) or 1.0
-    # The solution lies above both; without a leak it is the first.
+    # The solution is at least the largest eigenvalue of T, and above the largest pole.
     floor = torch.maximum(top, largest + 1e-9 * scale)
     value = floor
     for _ in range(TUNING.max_steps):
@@ -288,8 +279,8 @@ def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tup
         vector = vectors[..., -1]
         slopes = (near / (value[:, None] - inside) @ flat).view(shape)
         leaving = torch.einsum("da,dab,db->d", vector, slopes, vector)
-        # Newton for f(x) = lambda_max(...) - x with f' = -(leaving + 1). f falls and is convex, so
-        # that steps from below never pass the solution.
+        # Newton's method for f(x) = lambda_max(...) - x with f' = -(leaving + 1). f is convex and
+        # falls, so steps from below do not pass the solution.
         last, value = (
             value,
             torch.maximum(value + (eigenvalues[:, -1] - value) / (1 + leaving), floor),
@@ -302,7 +293,7 @@ def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tup
 def small_batches(
     risk: Risk, size: int, num_batches: int, generator: torch.Generator
 ) -> Iterator[Risk]:
-    """Yield risks of batches of distinct samples, drawn anew each."""
+    """Yield the risks of random batches of distinct samples."""
     total = sum(risk.batch_rows)
     for _ in range(num_batches):
         order = torch.randperm(total, generator=generator, device=generator.device)

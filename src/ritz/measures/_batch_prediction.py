@@ -23,10 +23,9 @@ from ritz.measures._batch_models import (
     of_samples,
     subspace,
 )
-from ritz.measures._curvature_noise import check_batch_sizes, check_groups
-from ritz.measures._landscape import random_vectors
+from ritz.measures._batch_subspace import Projections, project, small_batches
+from ritz.measures._groups import check_batch_sizes, check_groups, random_vectors
 from ritz.measures._outliers import vector_errors
-from ritz.measures._subspace import Projections, project, small_batches
 from ritz.operators import ShiftedOperator
 from ritz.spectra import Eigenpairs, Spectrum, eigenpairs
 

@@ -1,0 +1,133 @@
+"""Random groups of samples, the variation of their matrices, and random vectors of weights."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_count
+from ritz._core.distributed import world_size
+from ritz._core.progress import Progress, tracking
+from ritz._core.random import Probe, probes
+from ritz._core.sampling import check_samples, column_dots
+from ritz.curvature import Risk
+from ritz.curvature._shared import CurvatureMatrix, batch_products, check_risk
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes of groups and blocks."""
+
+    # Number of probes per block. Each group costs one pass per block; the memory is four blocks.
+    block: int = 8
+    # Default number of groups. The relative error of the standard error is then 1 / sqrt(2 * 127),
+    # or 6 %.
+    num_groups: int = 128
+
+
+TUNING = Tuning()
+
+
+def random_vectors(
+    risk: Risk, count: int, generator: torch.Generator, *, kind: Probe = "gaussian"
+) -> Tensor:
+    """Return random vectors ``(P, count)`` in weight space, of the dtype of the weights."""
+    theta = risk.theta
+    shape = (len(theta), count)
+    return probes(shape, kind=kind, generator=generator, dtype=theta.dtype, device=theta.device)
+
+
+def without_replacement(size: float, num_samples: int) -> float:
+    r"""Return the variance of a mean of :math:`B` distinct samples over that of one sample.
+
+    .. math:: \Big(\frac1B - \frac1N\Big) \frac{N}{N - 1}
+
+    It is exactly 0 for ``B = N``.
+    """
+    return (num_samples - size) / (size * (num_samples - 1)) if num_samples > 1 else 0.0
+
+
+def check_groups(risk: Risk, caller: str) -> None:
+    """Raise unless matrices of single samples are defined, and all samples are in this process."""
+    check_risk(risk)
+    risk.require_separable(caller)
+    if risk.dropout != "off":
+        # Masks belong to batches, not to samples.
+        raise ValueError(f"{caller} needs dropout='off', got 'fixed'")
+    if risk.sharing != "none" and world_size(risk.group) > 1:
+        raise ValueError(f"{caller} needs sharing='none', got {risk.sharing!r}")
+    if risk.num_samples < 2:
+        raise ValueError(f"{caller} needs at least 2 samples, got {risk.num_samples}")
+
+
+def choose_group_size(group_size: int | None, count: int) -> int:
+    """Return the number of samples per group; by default, one that gives at least 128 groups."""
+    if group_size is None:
+        group_size = max(1, count // TUNING.num_groups)
+    # At least three groups, so that there is a standard error.
+    check_count("group_size", group_size, high=max(1, count // 3))
+    return group_size
+
+
+def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
+    """Return the risk on random groups of one size; the rest of the samples is left out."""
+    count = sum(risk.batch_rows)
+    order = torch.randperm(count, generator=generator, device=generator.device)
+    used = order[: count // group_size * group_size].to(risk.theta.device)
+    return risk.samples(used, batch_size=group_size)
+
+
+def group_error_factor(groups: Risk, count: int) -> float:
+    r"""Return the finite-population correction of a standard error over random groups."""
+    # M groups have M - 1 of the N - 1 contrasts of the samples. Single samples have all of them.
+    return math.sqrt(max(0, count - groups.num_batches) / max(1, count - 1))
+
+
+def check_batch_sizes(sizes: Sequence[int], count: int | None) -> tuple[int, ...]:
+    """Return batch sizes as a tuple; raise unless each is from 1 to the number of samples."""
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise TypeError(
+            f"batch_sizes must be a sequence of integers such as (8, 64), got {sizes!r}"
+        )
+    sizes = tuple(sizes)
+    if not sizes:
+        raise ValueError("batch_sizes must not be empty")
+    for size in sizes:
+        check_count("batch_sizes", size, high=count)
+    return sizes
+
+
+def contrasts(
+    groups: Risk,
+    vectors: Tensor,
+    matrix: CurvatureMatrix,
+    *,
+    root: float | Tensor = 1.0,
+    progress: bool | Progress = False,
+) -> Tensor:
+    r"""Return :math:`\frac{j-1}{j} \|y_j - \bar y_{j-1}\|^2` of groups, ``(M - 1, k)``.
+
+    Here :math:`y_j = R H_j v` with the diagonal matrix :math:`R`, whose diagonal is ``root``
+    ``(P, 1)``. The sum of the contrasts is the sum of :math:`\|y_j - \bar y\|^2`, computed in one
+    pass and without cancellation (Welford). For random groups they have equal means and are
+    uncorrelated to first order.
+    """
+    blocks, done = vectors.split(TUNING.block, 1), 0
+    parts: list[Tensor] = []
+    with tracking(progress, "curvature of groups", len(blocks) * groups.num_batches) as bar:
+        for block in blocks:
+            mean = torch.zeros_like(block, dtype=torch.float64)
+            gaps = []
+            for j, (_, product) in enumerate(batch_products(groups, block, matrix=matrix), start=1):
+                # mean_j = mean_{j-1} + (y_j - mean_{j-1}) / j
+                step = (root * product).double() - mean
+                gaps.append(column_dots(step, step) * ((j - 1) / j))
+                mean.add_(step, alpha=1 / j)
+                done += 1
+                bar.update(done)
+            # The first term is zero.
+            parts.append(torch.stack(gaps[1:]).cpu())
+            check_samples(parts[-1].T, sum(part.shape[1] for part in parts[:-1]))
+    return torch.cat(parts, 1)
