@@ -128,11 +128,11 @@ class Products:
         if compile and engine == "eager":
             raise ValueError("compile=True needs engine='linearized', got 'eager'")
         if block_size is not None:
-            check_count("block_size", block_size)
+            block_size = check_count("block_size", block_size)
         if memory is not None:
-            check_count("memory", memory, low=0)
+            memory = check_count("memory", memory, low=0)
         if num_products is not None:
-            check_count("num_products", num_products, low=0)
+            num_products = check_count("num_products", num_products, low=0)
         self.risk, self.shift, self.extra = risk, shift, extra
         if block_size is None:
             convolves = any(isinstance(module, _ConvNd) for module in risk.model.modules())

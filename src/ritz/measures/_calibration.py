@@ -102,9 +102,9 @@ def temperature(
     optimization and generalization of stochastic gradient descent with covariance noise*, section
     5.3.
     """
-    check_count("num_bins", num_bins)
+    num_bins = check_count("num_bins", num_bins)
     check_range("atol", atol, low=0.0)
-    check_count("max_steps", max_steps, low=2)
+    max_steps = check_count("max_steps", max_steps, low=2)
     # Newton's method needs f at several beta, but the outputs only once.
     pairs = _pairs(risk)
     loss = _CrossEntropy(risk, pairs)

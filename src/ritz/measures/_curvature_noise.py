@@ -134,7 +134,7 @@ def curvature_variance(
     group_size = checked_group_size(group_size, count)
     generator = resolve_generator(generator)
     if along is None:
-        check_count("num_probes", num_probes, low=2)
+        num_probes = check_count("num_probes", num_probes, low=2)
         vectors = _unit_probes(risk, num_probes, generator)
     else:
         vectors = _unit_block(risk, along)
@@ -180,7 +180,7 @@ def batch_variance(
         num_samples: Number ``N`` of samples. Defaults to sampling with replacement.
     """
     if num_samples is not None:
-        check_count("num_samples", num_samples)
+        num_samples = check_count("num_samples", num_samples)
     check_type("variance", variance, Estimate, "an Estimate")
     sizes = check_batch_sizes(batch_sizes, num_samples)
     if variance.mean.ndim:
@@ -299,8 +299,7 @@ def checked_group_size(group_size: int | None, count: int) -> int:
     if group_size is None:
         group_size = max(1, count // TUNING.num_groups)
     # Fewer than three groups have no standard error.
-    check_count("group_size", group_size, high=max(1, count // 3))
-    return group_size
+    return check_count("group_size", group_size, high=max(1, count // 3))
 
 
 def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:

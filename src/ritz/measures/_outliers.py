@@ -129,7 +129,7 @@ def bulk_edge(
     if noise is not None:
         check_range("variance", noise, low=0.0)
     if batch_size is not None:
-        check_count("batch_size", batch_size)
+        batch_size = check_count("batch_size", batch_size)
     # The bulk is what all runs show: the intersection of their intervals.
     edges = torch.tensor([_edges(run) for run in runs], dtype=torch.float64)
     # An outlier that has a large weight by chance looks like the bulk in that run alone.

@@ -372,7 +372,7 @@ def lanczos(
         (torch.Size([30]), 1.0)
     """
     op = as_operator(op)
-    _check_settings(op, num_steps, vectors, reorthogonalize)
+    num_steps = _check_settings(op, num_steps, vectors, reorthogonalize)
     check_choice("placement", placement, get_args(Placement))
     generator = resolve_generator(generator)
     settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "placement": placement}
@@ -421,8 +421,8 @@ def lanczos_block(
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     op = as_operator(op)
-    _check_settings(op, num_steps, vectors, reorthogonalize)
-    check_count("num_probes", num_probes)
+    num_steps = _check_settings(op, num_steps, vectors, reorthogonalize)
+    num_probes = check_count("num_probes", num_probes)
     if against is not None:
         _check_against(op, against, reorthogonalize)
     generator = resolve_generator(generator)
@@ -516,8 +516,8 @@ def _check_against(op: LinearOperator, against: Tensor, mode: Reorthogonalizatio
 
 def _check_settings(
     op: LinearOperator, num_steps: int, vectors: bool, mode: Reorthogonalization
-) -> None:
+) -> int:
     check_choice("reorthogonalize", mode, get_args(Reorthogonalization))
-    check_count("num_steps", num_steps, high=op.shape[0])
     if vectors and mode == "none":
         raise ValueError("vectors need a basis, which reorthogonalize='none' does not keep")
+    return check_count("num_steps", num_steps, high=op.shape[0])
