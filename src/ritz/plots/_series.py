@@ -226,8 +226,8 @@ def training_series(records: Iterable[Record]) -> TrainingSeries:
             if any(f"{name}_{quantity}" in record for record in epochs):
                 scale = 100.0 if quantity.endswith("accuracy") else 1.0
                 columns[name.replace("_", " ")] = scale * _column(epochs, f"{name}_{quantity}")
-    logged = {word: _column(epochs, name)
-              for word, name in (("learning rate", "rate"), ("damping", "damping"))}  # fmt: skip
+    names = ("learning_rate", "damping")
+    logged = {name.replace("_", " "): _column(epochs, name) for name in names}
     # A constant is one number, which the result of the run prints.
     settings = {word: y for word, y in logged.items() if len(np.unique(y[np.isfinite(y)])) > 1}
     averaged = (r["epoch"] for r in epochs if any(f"{name}_loss" in r for name in averages))
