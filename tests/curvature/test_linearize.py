@@ -1,10 +1,23 @@
 """Traces cut in two, and what happens where there can be none."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
-from curvature.networks import Case, Padded, case, mlp, noise, vectors
+from curvature.networks import (
+    Case,
+    Encoder,
+    Padded,
+    Recurrent,
+    case,
+    cnn,
+    images,
+    mlp,
+    noise,
+    sequences,
+    vectors,
+)
 from curvature.oracles import dense_ggn, dense_hessian, difference_hessian
 from torch import nn
 from torch.nn import functional
@@ -126,6 +139,7 @@ def test_a_loss_with_data_dependent_shapes_is_not_traced(loss_fn, counts):
     assert "not linearized: shapes depend on the values of tensors" in op.products.plan
 
 
+@UNTRACED
 def test_a_shape_of_batches_that_cannot_be_traced_is_computed_eagerly():
     def loss_fn(outputs, target):
         return gathered(outputs, target) if len(target) < 4 else squared(outputs, target)
@@ -406,6 +420,49 @@ def test_a_model_that_cannot_be_traced_warns_once_and_says_how_to_avoid_it():
         warnings.simplefilter("error")
         hessian(one.risk(), engine="eager") @ vector
         hessian(made(torch.tanh).risk()) @ vector
+
+
+def test_a_model_that_is_traced_on_some_batches_alone_warns_as_well():
+    def loss_fn(outputs, target):
+        chosen = outputs[target >= 0] if len(target) < 4 else outputs
+        return chosen.square().mean()
+
+    op = hessian(Risk(mlp().double(), loss_fn, vectors(4, 3)))
+
+    with pytest.warns(UserWarning, match="on some batches, such as one of 3 samples") as caught:
+        op @ op.risk.theta
+
+    assert "shapes depend on the values" in str(caught[0].message)
+
+
+RAGGED = {
+    "dense": (mlp, vectors, {}),
+    "convolutions": (cnn, images, {}),
+    "batch norm in train mode": (cnn, images, {"batch_norm": "train"}),
+    "attention": (Encoder, partial(sequences, width=4), {}),
+    "recurrent": (lambda: Recurrent(nn.LSTM), sequences, {}),
+}
+
+
+def ignoring(outputs, target):
+    """Cross-entropy without the first class, so that each batch has its own number of terms."""
+    return functional.cross_entropy(outputs, target, ignore_index=0)
+
+
+@pytest.mark.parametrize("loss_fn", [functional.cross_entropy, ignoring])
+@pytest.mark.parametrize("family", RAGGED)
+def test_a_short_last_batch_is_traced_if_products_repay_it_and_exact_if_not(family, loss_fn):
+    make, data, options = RAGGED[family]
+    risk = Risk(make().double(), loss_fn, data(8, 8, 3), **options)
+    vector = noise(risk.space.size)
+    exact = hessian(risk, engine="eager") @ vector
+    few, many = hessian(risk, num_products=40), hessian(risk, num_products=100)
+
+    torch.testing.assert_close(few @ vector, exact)
+    assert len(few.products._traces) == 1
+
+    torch.testing.assert_close(many @ vector, exact)
+    assert len(many.products._traces) == 2
 
 
 def small_case(sizes):

@@ -144,6 +144,7 @@ class Products:
         self.block_size = block_size
         self._ways, self._compile = ways, compile
         self._memory = self._room = memory
+        self._num_products = num_products
         self._must_trace = compile or engine == "linearized"
         self._reversed = reversed_if_eager and not risk.theta.is_cuda
         key = (kind, engine, compile)
@@ -316,18 +317,18 @@ class Products:
             self.risk.diagnose()
         raise RuntimeError("the loss cannot be differentiated twice: " + "; ".join(problems))
 
-    def _warn_if_slow(self, no_trace: str) -> None:
+    def _warn_if_slow(self, no_trace: str, batches: str = "") -> None:
         """Warn, once for a risk and all that are made from it, if the model cannot be traced."""
         if not no_trace or self.risk.warned:
             return
         self.risk.warned.append(no_trace)
         # Measured on the CPU: GPT-2, BERT, ViT, MLP and convolutions; see hessian().
         warnings.warn(
-            f"{type(self.risk.model).__name__} cannot be traced, so each product evaluates and "
-            "differentiates it again, which costs 2 to 4 gradients, instead of 1 to 2 for a traced "
-            "model. What prevents it is usually code in forward() that leaves torch or depends on "
-            "values: .item(), .numpy(), packed sequences, masks as indices. Pass engine='eager' to "
-            f"accept it without this warning. The reason: {no_trace}",
+            f"{type(self.risk.model).__name__} cannot be traced{batches}, so each product "
+            "evaluates and differentiates it again, which costs 2 to 4 gradients, instead of 1 to "
+            "2 for a traced model. What prevents it is usually code in forward() that leaves torch "
+            "or depends on values: .item(), .numpy(), packed sequences, masks as indices. Pass "
+            f"engine='eager' to accept it without this warning. The reason: {no_trace}",
             stacklevel=2,
         )
 
@@ -386,6 +387,7 @@ class Products:
         if problem:
             note = f" (not linearized for all batches: {problem})"
             self._choice.plan += note if note not in self._choice.plan else ""
+            self._warn_if_slow(problem, f" on some batches, such as one of {context.size} samples")
             if key is not None:
                 traces.setdefault(key, [])
             return None
@@ -395,7 +397,13 @@ class Products:
     def _is_rare(self, context: Context) -> bool:
         """Return whether so few batches have this size that a trace would not repay."""
         rows = self.risk.batch_rows
-        return not self._must_trace and rows.count(context.size) < LIMITS.rare * len(rows)
+        count = rows.count(context.size)
+        few = count < LIMITS.rare * len(rows)
+        if self._num_products is not None:
+            # A trace takes as long for a short batch, and saves less.
+            products = self._num_products * count * context.size / max(rows)
+            few = few or products < LIMITS.repaid_again
+        return few and not self._must_trace
 
     def _linearize(self, column: Column, context: Context) -> Linearization:
         point = (self.risk.params, context)
