@@ -456,7 +456,7 @@ def test_a_short_last_batch_is_traced_if_products_repay_it_and_exact_if_not(fami
     risk = Risk(make().double(), loss_fn, data(8, 8, 3), **options)
     vector = noise(risk.space.size)
     exact = hessian(risk, engine="eager") @ vector
-    few, many = hessian(risk, num_products=40), hessian(risk, num_products=100)
+    few, many = hessian(risk, num_products=15), hessian(risk, num_products=16)
 
     torch.testing.assert_close(few @ vector, exact)
     assert len(few.products._traces) == 1

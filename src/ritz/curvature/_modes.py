@@ -44,11 +44,9 @@ class Limits:
     # give a trace for each.
     max_paths: int = 4
     # Products of a batch that repay a trace: three eager products and then 2.7 gradients each,
-    # against 30 gradients and 1.75 each (GPT of 6 layers, ViT, BERT; benchmarks/models.py).
+    # against 30 gradients and 1.75 each (GPT of 6 layers, ViT, BERT; benchmarks/models.py). A
+    # second shape is repaid after 10: 0.37 s against 0.04 s per product (8 and 3 texts).
     repaid: int = 16
-    # The same for a further shape, in products of the largest batch: a trace without its checks, 31
-    # gradients, against 1 gradient less per product (GPT of 6 layers, 8 and 3 texts).
-    repaid_again: int = 32
     # Share of the batches below which those of one size, such as a shorter last one, have no trace.
     # The eager product with a small batch takes about as long as the traced one with a large one
     # (GPT of 6 layers), so all products then cost a few per cent more, whatever their number.

@@ -398,12 +398,8 @@ class Products:
         """Return whether so few batches have this size that a trace would not repay."""
         rows = self.risk.batch_rows
         count = rows.count(context.size)
-        few = count < LIMITS.rare * len(rows)
-        if self._num_products is not None:
-            # A trace takes as long for a short batch, and saves less.
-            products = self._num_products * count * context.size / max(rows)
-            few = few or products < LIMITS.repaid_again
-        return few and not self._must_trace
+        uses = math.inf if self._num_products is None else self._num_products * count
+        return not self._must_trace and (count < LIMITS.rare * len(rows) or uses < LIMITS.repaid)
 
     def _linearize(self, column: Column, context: Context) -> Linearization:
         point = (self.risk.params, context)

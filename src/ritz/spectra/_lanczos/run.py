@@ -359,8 +359,9 @@ def lanczos(
 
     Raises:
         ValueError: The products contain NaN or Inf, are not those of a symmetric matrix, or change
-            from call to call; the run detects all three at no cost. Or the state belongs to other
-            settings or to another operator.
+            from call to call; the run detects all three at no cost. It cannot detect a change by a
+            multiple of the identity, which :func:`ritz.testing.check_operator` finds with a
+            repeated product. Or the state belongs to other settings or to another operator.
 
     Reference: Algorithm 7 and section 4.4 of *Spectral Machine Learning*; Simon (1984) for partial
     re-orthogonalisation.
