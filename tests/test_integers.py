@@ -102,3 +102,10 @@ def test_a_tolerance_may_be_of_single_precision():
 def test_what_is_no_integer_is_refused(bad):
     with pytest.raises(TypeError, match="num_steps must be an integer"):
         ritz.lanczos(MATRIX, num_steps=bad)
+
+
+def test_an_operator_is_scaled_by_a_number_of_numpy():
+    op = ritz.as_operator(MATRIX)
+
+    torch.testing.assert_close((op * np.float32(2)).dense(), 2 * MATRIX)
+    torch.testing.assert_close((op * np.int64(2)).dense(), 2 * MATRIX)
