@@ -57,7 +57,7 @@ evidence: $(VENV)/.ready ## write the tables of docs/evidence.md from the stored
 api: $(VENV)/.ready ## write the API reference, docs/api, from the docstrings
 	$(BIN)/python docs/api.py
 
-bench: $(PEERS)/.ready ## run all benchmarks; OPTIONS=--small shows in minutes that they run
+bench: $(PEERS)/.ready ## run the benchmarks, 45 minutes; OPTIONS=--small shows that they run
 	$(PEERS)/bin/python benchmarks/everything.py $(OPTIONS)
 
 clean: ## remove the environments, caches and outputs

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from timing import RESULTS
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
@@ -253,7 +254,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--size", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/advice.json"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "advice.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     result = {

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from memory import kilobytes
-from timing import median, write
+from timing import RESULTS, median, write
 
 ROWS = 2**18  # per chunk of pandas
 BYTES = 2**22  # per block of pyarrow
@@ -155,7 +155,12 @@ def main():
                 arguments.edges, arguments.rounds, arguments.readers, folder, weighted=weighted
             )
         ]
-    write(__file__, results)
+    # Rows of other sizes and of earlier readers stay.
+    path = RESULTS / "edge_lists.json"
+    before = json.loads(path.read_text())["results"] if path.exists() else []
+    keys = ("weights", "who", "edges")
+    new = {tuple(row[key] for key in keys) for row in results}
+    write(__file__, [row for row in before if tuple(row[key] for key in keys) not in new] + results)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,21 @@ import numpy as np
 import scipy.sparse as sp
 
 
-def random_graph(n, num_edges, *, dtype=np.float64, seed=0):
-    """Return the adjacency of ``num_edges`` uniform random edges, symmetric, without loops."""
-    rng = np.random.default_rng(seed)
-    i, j = rng.integers(0, n, (2, num_edges))
-    upper = sp.coo_array((np.ones(num_edges, dtype), (i, j)), shape=(n, n)).tocsr()
+def adjacency(n, i, j, dtype):
+    """Return the symmetric matrix with ones at the edges between ``i`` and ``j``, without loops."""
+    upper = sp.coo_array((np.ones(len(i), dtype), (i, j)), shape=(n, n)).tocsr()
     matrix = (upper + upper.T).tocsr()
     matrix.setdiag(0)
     matrix.eliminate_zeros()
     matrix.data[:] = 1
     return matrix
+
+
+def random_graph(n, num_edges, *, dtype=np.float64, seed=0):
+    """Return the adjacency of ``num_edges`` uniform random edges, symmetric, without loops."""
+    rng = np.random.default_rng(seed)
+    i, j = rng.integers(0, n, (2, num_edges))
+    return adjacency(n, i, j, dtype)
 
 
 def power_law_graph(n, num_edges, *, exponent=0.35, dtype=np.float64, seed=0):
@@ -22,12 +27,7 @@ def power_law_graph(n, num_edges, *, exponent=0.35, dtype=np.float64, seed=0):
     weights = np.arange(1, n + 1) ** -exponent
     ends = np.searchsorted(np.cumsum(weights) / weights.sum(), rng.random((2, num_edges)))
     i, j = rng.permutation(n)[ends]
-    upper = sp.coo_array((np.ones(num_edges, dtype), (i, j)), shape=(n, n)).tocsr()
-    matrix = (upper + upper.T).tocsr()
-    matrix.setdiag(0)
-    matrix.eliminate_zeros()
-    matrix.data[:] = 1
-    return matrix
+    return adjacency(n, i, j, dtype)
 
 
 def laplacian(adjacency):

@@ -32,7 +32,7 @@ CASES = {
 
 
 def job(name, n):
-    """Return the function to measure, with its operator and arguments prepared."""
+    """Return the function to measure on a matrix of order ``n``, with everything prepared."""
     spread = torch.rand(n, generator=torch.Generator().manual_seed(1)) + 1
     # For restarts: outliers so close to the bulk that the basis fills several times.
     spread[:5] = torch.arange(1, 6) * (0.1 if "max_vectors" in name else 1.0) + 2
@@ -68,10 +68,10 @@ def kilobytes(field):
     raise OSError(f"no {field} in /proc/self/status")
 
 
-def measure(name):
+def measure(name, n):
     """In the child process: print the increase of the peak memory in bytes."""
     ritz.lanczos(torch.diag(torch.arange(1.0, 50.0)), num_steps=10)  # warm-up: libraries are loaded
-    run = job(name, CASES[name][0])
+    run = job(name, n)
     Path("/proc/self/clear_refs").write_text("5")
     before = kilobytes("VmRSS")
     result = run()
@@ -82,13 +82,15 @@ def measure(name):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", help="run this case in this process")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all orders")
     options = parser.parse_args()
     if options.case:
-        measure(options.case)
+        measure(options.case, int(options.scale * CASES[options.case][0]))
         return
     found = []
-    for name, (n, stated, target) in CASES.items():
-        command = [sys.executable, __file__, "--case", name]
+    for name, (order, stated, target) in CASES.items():
+        n = int(options.scale * order)
+        command = [sys.executable, __file__, "--case", name, "--scale", str(options.scale)]
         done = subprocess.run(command, capture_output=True, text=True)
         peak = json.loads(done.stdout) if done.returncode == 0 else None
         if done.returncode:

@@ -42,7 +42,7 @@ CORE_IMPORTS = {"torch", "numpy", "scipy", "safetensors", "ritz", *sys.stdlib_mo
 OPTIONAL = {"ritz.operators._native": {"numba", "llvmlite"}}  # imported only if it is installed
 # Packages that may import from the _shared.py of a package.
 SHARED = {
-    "operators": {"spectra", "curvature", "graphs", "measures"},
+    "operators": {"spectra", "curvature", "graphs", "measures", "cli"},
     "spectra": {"graphs", "measures", "plots", "studies", "training"},
     "curvature": {"measures", "optim", "training", "studies"},
     "graphs": {"studies", "cli"},

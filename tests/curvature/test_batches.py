@@ -286,6 +286,7 @@ def test_count_sets_the_weight_of_a_batch(model):
     assert risk.loss() == pytest.approx(expected, rel=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore:.* cannot be traced on some batches")
 def test_products_are_right_for_more_shapes_of_batches_than_traces(model):
     sizes = range(1, 12)
     risk = Risk(model, CE, vectors(*sizes), params="2")

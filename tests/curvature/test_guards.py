@@ -61,6 +61,7 @@ def test_batches_on_either_path_have_their_own_trace_and_exact_products(rng, ord
     assert model.calls == calls  # the model is not evaluated again
 
 
+@pytest.mark.filterwarnings("ignore:.* cannot be traced")
 def test_a_batch_on_an_untraceable_path_is_eager_and_exact(rng):
     class Rare(Masked):
         def forward(self, x, mask):
@@ -181,6 +182,7 @@ def test_what_a_trace_cannot_do_at_another_point_never_comes_before_its_guard(rn
     assert [len(traces) for traces in op.products._traces.values()] == [3]
 
 
+@pytest.mark.filterwarnings("ignore:.* cannot be traced")
 def test_a_number_that_differs_everywhere_stops_tracing(rng):
     model = Scaled(rng, lambda x: float(x.detach().abs().max()))
     batches = [(rows(rng), torch.arange(5) % 2) for _ in range(7)]

@@ -1,10 +1,23 @@
 """Traces cut in two, and what happens where there can be none."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
-from curvature.networks import Case, Padded, case, mlp, noise, vectors
+from curvature.networks import (
+    Case,
+    Encoder,
+    Padded,
+    Recurrent,
+    case,
+    cnn,
+    images,
+    mlp,
+    noise,
+    sequences,
+    vectors,
+)
 from curvature.oracles import dense_ggn, dense_hessian, difference_hessian
 from torch import nn
 from torch.nn import functional
@@ -126,6 +139,7 @@ def test_a_loss_with_data_dependent_shapes_is_not_traced(loss_fn, counts):
     assert "not linearized: shapes depend on the values of tensors" in op.products.plan
 
 
+@UNTRACED
 def test_a_shape_of_batches_that_cannot_be_traced_is_computed_eagerly():
     def loss_fn(outputs, target):
         return gathered(outputs, target) if len(target) < 4 else squared(outputs, target)
@@ -239,8 +253,10 @@ def test_a_trace_that_is_not_symmetric_is_not_used(monkeypatch):
         return product if len(calls) == 1 else torch.zeros_like(product)
 
     monkeypatch.setattr(Linearization, "tangent", tangent)
-    op = hessian(case("mlp").risk())
-    torch.testing.assert_close(op @ noise(31), dense_hessian(case("mlp")) @ noise(31))
+    one = case("group norm")  # of one batch
+    op = hessian(one.risk())
+    vector = noise(op.shape[0])
+    torch.testing.assert_close(op @ vector, dense_hessian(one) @ vector)
     assert "eager (not linearized: the product is not symmetric, by" in op.products.plan
 
 
@@ -406,6 +422,91 @@ def test_a_model_that_cannot_be_traced_warns_once_and_says_how_to_avoid_it():
         warnings.simplefilter("error")
         hessian(one.risk(), engine="eager") @ vector
         hessian(made(torch.tanh).risk()) @ vector
+
+
+def test_a_model_that_is_traced_on_some_batches_alone_warns_as_well():
+    def loss_fn(outputs, target):
+        chosen = outputs[target >= 0] if len(target) < 4 else outputs
+        return chosen.square().mean()
+
+    op = hessian(Risk(mlp().double(), loss_fn, vectors(4, 3)))
+
+    with pytest.warns(UserWarning, match="on some batches, such as one of 3 samples") as caught:
+        op @ op.risk.theta
+
+    assert "shapes depend on the values" in str(caught[0].message)
+
+
+RAGGED = {
+    "dense": (mlp, vectors, {}),
+    "convolutions": (cnn, images, {}),
+    "batch norm in train mode": (cnn, images, {"batch_norm": "train"}),
+    "attention": (Encoder, partial(sequences, width=4), {}),
+    "recurrent": (lambda: Recurrent(nn.LSTM), sequences, {}),
+}
+
+
+def ignoring(outputs, target):
+    """Cross-entropy without the first class, so that each batch has its own number of terms."""
+    return functional.cross_entropy(outputs, target, ignore_index=0)
+
+
+@pytest.mark.parametrize("loss_fn", [functional.cross_entropy, ignoring])
+@pytest.mark.parametrize("family", RAGGED)
+def test_batches_of_all_sizes_have_the_products_of_eager_derivatives(family, loss_fn):
+    make, data, options = RAGGED[family]
+    risk = Risk(make().double(), loss_fn, data(8, 8, 3, 5), **options)
+    block = noise(risk.space.size, 3)
+
+    for matrix in (hessian, ggn):
+        op, exact = matrix(risk), matrix(risk, engine="eager") @ block
+
+        torch.testing.assert_close(op @ block, exact)
+        torch.testing.assert_close(op @ block[:, 0], exact[:, 0])
+        # One trace for all sizes, but not where samples are coupled.
+        assert op.products._num_traces == (3 if options else 1)
+
+
+def squares_over(count):
+    """A mean of squares that divides by ``count(target)``."""
+    return lambda outputs, target: outputs.square().sum() / count(target) / outputs.shape[1]
+
+
+UNEVEN = {
+    "the number as a float": lambda target: float(len(target)),
+    "its inverse": lambda target: 1 / (1 / len(target)),
+    "one less than a multiple": lambda target: (100 * len(target) - 1) * len(target) / 99,
+}
+
+
+@pytest.mark.parametrize("count", UNEVEN)
+def test_a_size_that_a_trace_takes_for_a_constant_is_noticed(count):
+    risk = Risk(mlp().double(), squares_over(UNEVEN[count]), vectors(8, 7))
+    vector = noise(risk.space.size)
+
+    product = hessian(risk) @ vector
+
+    torch.testing.assert_close(product, hessian(risk, engine="eager") @ vector)
+
+
+def test_a_size_of_the_network_that_is_a_multiple_of_the_samples_is_no_size_of_a_batch():
+    model = nn.Sequential(nn.Linear(3, 14), nn.Unflatten(1, (2, 7)), nn.Tanh(), nn.Flatten())
+    model.append(nn.Linear(14, 3))
+    risk = Risk(model.double(), functional.cross_entropy, vectors(8, 7, 5))
+    vector = noise(risk.space.size)
+    op = hessian(risk)
+
+    torch.testing.assert_close(op @ vector, hessian(risk, engine="eager") @ vector)
+
+
+@pytest.mark.parametrize(("num_products", "traces"), [(15, 1), (16, 2)])
+def test_a_short_last_batch_is_traced_only_if_products_repay_it(num_products, traces):
+    model, batches = small_case([4, 4, 3])  # too few samples for one trace of all sizes
+    risk = Risk(model, functional.cross_entropy, batches)
+    op, vector = hessian(risk, num_products=num_products), noise(risk.space.size)
+
+    torch.testing.assert_close(op @ vector, hessian(risk, engine="eager") @ vector)
+    assert len(op.products._traces) == traces
 
 
 def small_case(sizes):

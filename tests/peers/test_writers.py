@@ -77,7 +77,7 @@ def test_an_offline_run_of_wandb_has_the_numbers(tmp_path, wandb):
             assert float(rows[step][f"curvature/{name}"]) == expected[step][name]
     assert sorted(rows) == [2, 4]
     assert float(rows[4]["train/loss"]) == expected[4]["train_loss"]
-    assert float(rows[4]["learning_rate"]) == expected[4]["rate"]
+    assert float(rows[4]["learning_rate"]) == expected[4]["learning_rate"]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -16,7 +16,7 @@ AVERAGED = {"average_test_loss": 0.4, "average_test_accuracy": 0.9}
 
 
 def epoch(number, **more):
-    return {"kind": "epoch", "epoch": number, "step": 10 * number, "rate": 0.1,
+    return {"kind": "epoch", "epoch": number, "step": 10 * number, "learning_rate": 0.1,
             "train_loss": 1 / number, "train_accuracy": 0.8, "test_loss": 0.5,
             "test_accuracy": 0.75, **more}  # fmt: skip
 
@@ -137,7 +137,8 @@ def test_texts_show_perplexity_instead_of_accuracy(first, scale):
 
 def test_all_that_training_logged_has_a_panel():
     near = {"train_top5_accuracy": 0.95, "test_top5_accuracy": 0.9}
-    records = [epoch(n, **near) | {"rate": 0.1 / n, "damping": 0.01 * n} for n in (1, 2, 3)]
+    settings = [{"learning_rate": 0.1 / n, "damping": 0.01 * n} for n in (1, 2, 3)]
+    records = [epoch(n, **near) | each for n, each in enumerate(settings, start=1)]
     axes = plots.training_curves({"run": records})
     labels = ["loss", "accuracy (%)", "top5 accuracy (%)", "learning rate", "damping"]
     assert [ax.get_ylabel() for ax in axes] == labels
@@ -151,7 +152,7 @@ def test_all_that_training_logged_has_a_panel():
 
 
 def test_several_runs_share_the_panel_of_the_learning_rate():
-    runs = {name: [epoch(n) | {"rate": rate / n} for n in (1, 2)]
+    runs = {name: [epoch(n) | {"learning_rate": rate / n} for n in (1, 2)]
             for name, rate in (("a", 0.1), ("b", 0.3))}  # fmt: skip
     runs["constant"] = [epoch(1), epoch(2)]
     axes = plots.training_curves(runs)

@@ -94,7 +94,7 @@ def test_fit_writes_into_the_files_of_tensorboard(tmp_path):
     records = training.read_log(tmp_path / "log.jsonl")
     # By epoch, over steps: four of them in each.
     tags = {"train/loss": "train_loss", "train/accuracy": "train_accuracy",
-            "validation/loss": "validation_loss", "learning_rate": "rate"}  # fmt: skip
+            "validation/loss": "validation_loss", "learning_rate": "learning_rate"}  # fmt: skip
     for tag, name in tags.items():
         logged = {x["step"]: x[name] for x in records if x["kind"] == "epoch"}
         assert found[tag] == pytest.approx(logged, rel=1e-6)

@@ -217,6 +217,26 @@ def test_half_a_line_is_not_read_and_a_foreign_log_is_refused(tmp_path):
     assert read_log(path) == [{"a": 1}, {"b": 2}]
     fit(network(), samples(), checkpoint=tmp_path / "run", log=path, **RUN)
     path.write_text("short")
-    with pytest.raises(ValueError, match="fewer than the 252 at the time of the checkpoint"):
+    with pytest.raises(ValueError, match="fewer than the 270 at the time of the checkpoint"):
         fit(network(), samples(), checkpoint=tmp_path / "run", log=path, num_epochs=3,
             batch_size=12)  # fmt: skip
+
+
+def test_a_run_that_logged_the_learning_rate_as_rate_is_read_and_resumed(tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log.jsonl"
+    fit(network(), samples(), checkpoint=run, log=log, **RUN | {"num_epochs": 1})
+    file = run / "checkpoint.safetensors"
+    checkpoint = ritz.load(file)
+    checkpoint.records = [
+        {"rate" if name == "learning_rate" else name: value for name, value in record.items()}
+        for record in checkpoint.records
+    ]
+    log.write_text(log.read_text().replace("learning_rate", "rate"))
+    checkpoint.log_bytes = log.stat().st_size
+    ritz.save(checkpoint, file)
+
+    result = fit(network(), samples(), checkpoint=run, log=log, **RUN)
+
+    rates = result.history["learning_rate"]
+    assert rates.isfinite().all()
+    assert [record["learning_rate"] for record in read_log(log)] == rates.tolist()

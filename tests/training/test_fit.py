@@ -40,8 +40,8 @@ def test_digits_are_learnt_and_averages_evaluated(optimizer, rate):
     assert result.metrics["average_validation_accuracy"] > 0.93
     assert result.history["train_loss"].shape == (8,)
     assert result.history["average_validation_loss"].isnan().tolist() == [True] * 5 + [False] * 3
-    assert result.history["rate"][0] == pytest.approx(rate)
-    assert result.history["rate"][-1] == pytest.approx(rate / 2)
+    assert result.history["learning_rate"][0] == pytest.approx(rate)
+    assert result.history["learning_rate"][-1] == pytest.approx(rate / 2)
 
 
 def test_steps_are_those_of_a_plain_loop():
@@ -277,7 +277,7 @@ def test_schedules_may_be_stepped_per_step_or_be_user_defined():
     halved = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     result = fit(model, samples(), num_epochs=3, batch_size=12, optimizer=optimizer,
                  schedule=halved)  # fmt: skip
-    assert result.history["rate"].tolist() == [1.0, 0.5, 0.25]
+    assert result.history["learning_rate"].tolist() == [1.0, 0.5, 0.25]
 
 
 def test_a_divergent_run_says_so_and_keeps_its_checkpoint(tmp_path):
@@ -317,7 +317,8 @@ def test_the_log_has_one_line_per_epoch(tmp_path):
                  batch_size=12, log=tmp_path / "log.jsonl")  # fmt: skip
     lines = read_log(tmp_path / "log.jsonl")
     assert [line["kind"] for line in lines] == ["epoch"] * 3 + ["final"]
-    assert list(lines[0]) == ["kind", "epoch", "step", "rate", "train_loss", "train_accuracy"]
+    names = ["kind", "epoch", "step", "learning_rate", "train_loss", "train_accuracy"]
+    assert list(lines[0]) == names
     assert "validation_loss" in lines[1]
     assert lines[3]["test_loss"] == result.metrics["test_loss"]
     times = read_log(tmp_path / "log.times.jsonl")

@@ -205,7 +205,8 @@ def test_lookahead_around_gadam_uses_its_average():
 def test_milestones_and_final_ratio_set_the_learning_rate(options, factors):
     result = fit(network(), samples(), num_epochs=6, **USUAL, **options)
 
-    assert result.history["rate"].tolist() == pytest.approx([0.05 * factor for factor in factors])
+    rates = result.history["learning_rate"].tolist()
+    assert rates == pytest.approx([0.05 * factor for factor in factors])
 
 
 def test_a_schedule_with_milestones_can_be_extended(tmp_path):

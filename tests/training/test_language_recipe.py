@@ -47,7 +47,7 @@ def test_steps_of_random_segments_have_rates_in_proportion_to_their_lengths():
     assert len({len(epoch) for epoch in steps}) == 2  # epochs of different lengths
     assert found.num_steps == sum(map(len, steps))
     torch.testing.assert_close(list(model.parameters()), steps[-1][-1], rtol=1e-9, atol=1e-12)
-    assert found.history["rate"].tolist() == [0.5, 0.5]
+    assert found.history["learning_rate"].tolist() == [0.5, 0.5]
 
 
 def test_an_average_begins_with_its_epoch_though_epochs_differ_in_steps():

@@ -167,7 +167,7 @@ def test_the_command_line_trains_with_it(name, tmp_path, capsys):
     assert metrics["train_loss"] < 2.6
     if name == "spectral_sgd":
         # The logged rate is the measured one.
-        assert metrics["rate"] != 1.0
+        assert metrics["learning_rate"] != 1.0
     if name == "lanczos_newton":
         assert metrics["damping"] == 1.0
 

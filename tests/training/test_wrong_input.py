@@ -243,8 +243,8 @@ def test_milestones_and_the_final_ratio_set_the_schedule():
     falls = fit(network(), samples(48), schedule="linear", final_ratio=0.2, **usual)
 
     rates = torch.tensor([1, 0.1, 0.1, *[0.01] * 7], dtype=torch.float64) * 1e-3
-    torch.testing.assert_close(steps.history["rate"], rates)
-    assert float(falls.history["rate"][-1]) == pytest.approx(2e-4)
+    torch.testing.assert_close(steps.history["learning_rate"], rates)
+    assert float(falls.history["learning_rate"][-1]) == pytest.approx(2e-4)
 
 
 @pytest.mark.parametrize(("every", "interval"), [("epoch", 12), ("step", 3)])

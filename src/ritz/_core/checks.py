@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from numbers import Integral, Real
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 from ritz._core.registry import suggest
 
@@ -20,7 +23,7 @@ def check_range(
 ) -> None:
     """Raise unless ``low <= value <= high``. ``None`` means no limit on that side."""
     # bool is a subclass of int, but True as a tolerance or a count is a mistake.
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):  # Python's or NumPy's
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     # "not value >= low" rather than "value < low": NaN fails every comparison and must raise.
     if (low is not None and not value >= low) or (high is not None and not value <= high):
@@ -49,12 +52,33 @@ def is_below(error: "float | Tensor", bound: "float | Tensor") -> bool:
     return bool(below.all()) if hasattr(below, "all") else below
 
 
-def check_count(name: str, value: int, *, low: int = 1, high: int | None = None) -> None:
-    """Raise unless ``value`` is an integer in ``[low, high]``."""
-    # For Python True is an int, but as a count it is a mistake.
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_count(name: str, value: int, *, low: int = 1, high: int | None = None) -> int:
+    """Return an integer of Python, NumPy or torch as an ``int``; raise unless in ``[low, high]``.
+
+    Callers compute with what is returned: integers of NumPy overflow.
+    """
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    # For Python True is an int, but as a count it is a mistake, also as a tensor.
+    if number is None or "bool" in str(getattr(value, "dtype", type(value))):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    check_range(name, value, low=low, high=high)
+    check_range(name, number, low=low, high=high)
+    return number
+
+
+def as_plain(value: Any) -> Any:
+    """Return a number of NumPy as one of Python, which JSON can store, and all else unchanged."""
+    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def plain_fields(config: Any) -> None:
+    """Replace numbers of NumPy in the fields of a dataclass, which may be frozen."""
+    for entry in (entry for entry in fields(config) if entry.init):
+        object.__setattr__(config, entry.name, as_plain(getattr(config, entry.name)))
 
 
 def check_interval(name: str, interval: tuple[float, float]) -> None:

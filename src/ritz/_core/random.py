@@ -58,7 +58,7 @@ def epoch_generator(seed: int, epoch: int, device: torch.device | str = "cpu") -
         >>> bool((torch.randperm(5, generator=first) == torch.randperm(5, generator=again)).all())
         True
     """
-    check_count("epoch", epoch, low=0)
+    epoch = check_count("epoch", epoch, low=0)
     # A hash, not seed + epoch: two runs with neighbouring seeds must not share epochs.
     digest = hashlib.sha256(f"{int(seed)} {epoch}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_range, is_below
+from ritz._core.checks import check_count, check_range, is_below, plain_fields
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes
 from ritz._core.results import Estimate
@@ -111,6 +111,7 @@ class Sampling:
     probe: Probe = "rademacher"
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_count("num_probes", self.num_probes, low=2)
         if self.block_size is not None:
             check_count("block_size", self.block_size)

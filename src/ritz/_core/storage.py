@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ritz._core.checks import as_plain
 from ritz._version import __version__
 
 T = TypeVar("T")
@@ -114,6 +115,7 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
+    value = as_plain(value)
     if isinstance(value, Tensor):
         return _plain(value.tolist()) if value.numel() <= LISTED else {"shape": list(value.shape)}
     if isinstance(value, float):
@@ -210,6 +212,7 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             name += "'"
         tensors[name] = value
         return {"tensor": name}
+    value = as_plain(value)
     # JSON has no NaN and no infinity.
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}

@@ -7,7 +7,14 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin
 
-from ritz._core.checks import MAX_SEED, check_choice, check_count, check_range
+from ritz._core.checks import (
+    MAX_SEED,
+    as_plain,
+    check_choice,
+    check_count,
+    check_range,
+    plain_fields,
+)
 from ritz._core.registry import suggest
 
 if TYPE_CHECKING:
@@ -206,6 +213,7 @@ class TrainingConfig:
     # fmt: on
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         for entry in fields(self):
             value, ends = getattr(self, entry.name), entry.metadata.keys() & {"low", "high"}
             bounds: Any = {end: entry.metadata[end] for end in ends}
@@ -434,6 +442,7 @@ def _to_plain(value: Any) -> Any:
         return {str(name): _to_plain(part) for name, part in value.items()}
     if isinstance(value, tuple | list):
         return [_to_plain(part) for part in value]
+    value = as_plain(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     # The repr of a function holds its address, which differs between processes.

@@ -5,12 +5,13 @@ import importlib.util
 import os
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import typer
@@ -37,6 +38,7 @@ from ritz.cli._targets import (
     summary,
 )
 from ritz.curvature import Risk
+from ritz.operators._shared import MATRIX_FILES
 from ritz.training import load_weights
 from ritz.training._shared import (
     CONFIG,
@@ -50,6 +52,8 @@ from ritz.training._shared import (
     run_weights,
     tensor_state,
 )
+
+S = TypeVar("S", bound="Session")
 
 LAST = {Path(name).stem for name in (WEIGHTS, NAME)}  # names of results do not mention these
 # Bytes of a name: file systems allow 255, and temporary names of a file being written add 50.
@@ -152,6 +156,9 @@ def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunC
     # A file of weights alone does not say what it belongs to.
     missing = [name for name in ("model", "data") if not (names[name] or getattr(made, name))]
     if missing:
+        if options.source.suffix in (".py", ".ipynb", ".npy", ".csv", ".txt", ".json"):
+            raise ValueError(f"{options.source} is no run folder and no file of weights; spectrum "
+                             f"and logdet read matrices ({', '.join(MATRIX_FILES)})")  # fmt: skip
         raise ValueError(f"{options.source} does not name its model and data, because there is no "
                          f"{CONFIG} in {folder.resolve()}: pass "
                          f"{' and '.join(f'--{name}' for name in missing)}")  # fmt: skip
@@ -278,27 +285,32 @@ def measurement(options: MeasureOptions) -> Iterator["Measurement"]:
     Within the block, SIGTERM acts as ctrl-C, and both end in :class:`Interrupted`.
     """
     run = open_run(options)
+    new = Measurement(run, options, options.out or run.folder)
+    known: Any = {"name": run.config.model, "loss_fn": run.loss_fn}
+    with saving(new) as session, explain_mismatch(run.model, run.parts, **known):
+        yield session
+
+
+@contextmanager
+def saving(session: S) -> Iterator[S]:
+    """Let the block save results in the folder of a session, and then print them."""
     # Errors of the disk are outermost: whatever fails, they name the folder.
-    with writing(options.out or run.folder) as folder, terminate_as_interrupt():
-        session = Measurement(run, options, folder)
+    with writing(session.folder), terminate_as_interrupt():
         try:
-            with explain_mismatch(run.model, run.parts, name=run.config.model, loss_fn=run.loss_fn):
-                yield session
+            yield session
         except KeyboardInterrupt as error:
             raise Interrupted(session.progress_saved()) from error
         # Everything is saved: nothing is left to resume.
         for state in session.states:
             remove_state(state)
-    print_result(session.results, session.files, as_json=options.json)
+    print_result(session.results, session.files, as_json=session.options.json)
 
 
-@final
 @dataclass(slots=True)
-class Measurement:
-    """One command that measures a network: its results, saved states and files.
+class Session(ABC):
+    """One command that measures something: its results, saved states and files.
 
     Attributes:
-        run: The trained network.
         options: Options of the command.
         folder: Folder of the results.
         results: Results by title, in the order in which they were saved.
@@ -306,7 +318,6 @@ class Measurement:
         states: Files to resume from, which are removed once all results are saved.
     """
 
-    run: Run
     options: MeasureOptions
     folder: Path
     results: dict[str, Any] = field(default_factory=dict)
@@ -314,9 +325,134 @@ class Measurement:
     states: list[Path] = field(default_factory=list)
 
     @property
+    @abstractmethod
+    def has_batch_norm(self) -> bool:
+        """Whether modes of batch norm make a difference."""
+
+    @property
+    @abstractmethod
+    def source(self) -> tuple[str, list[str]]:
+        """Word for what is measured, or nothing, and words for its differences from the run."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Text that changes with everything that numbers depend on beside the options."""
+
+    def generator(self) -> torch.Generator:
+        """Return a new generator with the seed of the command."""
+        return torch.Generator().manual_seed(self.options.seed)
+
+    def name(self, result: str, *leading: str) -> str:
+        """Return the file name of a result, without its ending.
+
+        The name contains every option that is not at its default, and weights, model, data and loss
+        if they are not those of the run. So only the same command overwrites a result.
+
+        Args:
+            result: Kind of the result, such as ``sharpness``.
+            leading: Options that come first in the name.
+        """
+        # Options that the name may have to mention: those of the command itself.
+        entries = {entry.name: entry for entry in fields(self.options)}
+        shared = {entry.name for entry in fields(MeasureOptions)}
+        own = [
+            key for key in entries if key not in shared and not entries[key].metadata.get("free")
+        ]
+        # Order: result and its variant, weights, cost, differences from the run, random choices.
+        words = [result, *(self._word(entries[key]) for key in leading)]
+        stem, changes = self.source
+        words += [stem, *(self._word(entries[key]) for key in own), *changes]
+        words += [self._word(entries[key]) for key in ("samples", "l2", "precision", "seed")]
+        words = [word for word in words if word]
+        name = "-".join(words)
+        if len(name.encode()) <= LONGEST:
+            return name
+        # A tag of the whole name tells names apart that agree up to the cut.
+        tag = hashlib.sha256(name.encode()).hexdigest()[:8]
+        return f"{name.encode()[: LONGEST - 9].decode(errors='ignore')}-{tag}"
+
+    def _word(self, entry: Field[Any]) -> str:
+        """Return the word for an option, or nothing if it has its default."""
+        key, value = entry.name, getattr(self.options, entry.name)
+        # Without batch norm all modes are the same.
+        if value == entry.default or (key == "batch_norm" and not self.has_batch_norm):
+            return ""
+        if isinstance(value, str):
+            return BOTH[key] if value == "both" else value
+        equals = "=" if key[-1].isdigit() else ""
+        return key if value is True else f"{key}{equals}{value}".removesuffix(".0")
+
+    def resume(self, name: str) -> dict[str, Any]:
+        """Return the keywords with which a computation saves its state and shows its progress.
+
+        The state lies in a hidden file named after the result and what is measured, so that the
+        same command finds it again and no other one does.
+        """
+        # Options are in the name already.
+        key = hashlib.sha256(self.identity.encode()).hexdigest()[:16]
+        self.states.append(self.folder / f".{name}-{key}.state")
+        return {
+            "state": self.states[-1],
+            "save_interval": self.options.save_interval,
+            "progress": not self.options.json,
+        }
+
+    def save(self, title: str, result: Any, name: str, *, picture: str | None = None) -> None:
+        """Save a result, and draw it if a format of pictures is given."""
+        self.results[title] = result
+        self.files.append(self.folder / f"{name}.safetensors")
+        save(result, self.files[-1])
+        if picture is not None:
+            self.draw(result, f"{name}.{picture}")
+
+    def draw(self, result: Any, file: str) -> None:
+        """Draw a result, or several by title, if Matplotlib is installed."""
+        if importlib.util.find_spec("matplotlib") is not None:
+            from ritz import plots
+
+            self.files.append(plots.save_figure(plots.plot(result), self.folder / file))
+
+    def progress_saved(self) -> str:
+        """Return the message of an interrupted command: whether it can be resumed."""
+        every = f"--save-interval is {self.options.save_interval:g} s"
+        if any(map(has_state, self.states)):
+            return f"interrupted; run the command again to resume from the last save ({every})"
+        return f"interrupted before the first save ({every}); run the command again to restart"
+
+
+@final
+class Measurement(Session):
+    """A session that measures a trained network.
+
+    Args:
+        run: The trained network.
+        options: Options of the command.
+        folder: Folder of the results.
+    """
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Run, options: MeasureOptions, folder: Path) -> None:
+        super().__init__(options, folder)
+        self.run = run
+
+    @property
     def has_batch_norm(self) -> bool:
         """Whether modes of batch norm make a difference."""
         return bool(batch_norms(self.run.model))
+
+    @property
+    def source(self) -> tuple[str, list[str]]:
+        """Word for the weights, and words for what differs from the run."""
+        stem = self.run.weights.stem
+        return "" if stem in LAST else stem, _changes(self.run.config, self.run.made)
+
+    @property
+    def identity(self) -> str:
+        """Digest of the weights, and the places of data and kernels, which may differ."""
+        weights = digest(tensor_state(self.run.model).values())
+        return f"{weights} {self.options.data_dir} {self.options.device}"
 
     def risk(
         self,
@@ -361,10 +497,6 @@ class Measurement:
             typer.echo(f"{work} on {risk.num_samples:,} samples: about {duration(seconds)}; "
                        "--max-products sets a limit", err=True)  # fmt: skip
 
-    def generator(self) -> torch.Generator:
-        """Return a new generator with the seed of the command."""
-        return torch.Generator().manual_seed(self.options.seed)
-
     def matrices(self, matrix: str) -> tuple[Any, ...]:
         """Return the matrices that ``--matrix`` selects."""
         if matrix != "hessian" and self.run.loss_fn is None:
@@ -385,86 +517,27 @@ class Measurement:
         term = f", L2 term {self.options.l2:g}" if self.options.l2 else ""
         return TITLES[matrix] + (f", batch norm {mode}" if self.has_batch_norm else "") + term
 
-    def name(self, result: str, *leading: str) -> str:
-        """Return the file name of a result, without its ending.
 
-        The name contains every option that is not at its default, and weights, model, data and loss
-        if they are not those of the run. So only the same command overwrites a result.
+@final
+class MatrixSession(Session):
+    """A session that measures the matrix of a file."""
 
-        Args:
-            result: Kind of the result, such as ``sharpness``.
-            leading: Options that come first in the name.
-        """
-        # Options that the name may have to mention: those of the command itself.
-        entries = {entry.name: entry for entry in fields(self.options)}
-        shared = {entry.name for entry in fields(MeasureOptions)}
-        own = [
-            key for key in entries if key not in shared and not entries[key].metadata.get("free")
-        ]
-        # Order: result and its variant, weights, cost, differences from the run, random choices.
-        words = [result, *(self._word(entries[key]) for key in leading)]
-        words += [] if self.run.weights.stem in LAST else [self.run.weights.stem]
-        words += [self._word(entries[key]) for key in own]
-        words += _changes(self.run.config, self.run.made)
-        words += [self._word(entries[key]) for key in ("samples", "l2", "precision", "seed")]
-        words = [word for word in words if word]
-        name = "-".join(words)
-        if len(name.encode()) <= LONGEST:
-            return name
-        # A tag of the whole name tells names apart that agree up to the cut.
-        tag = hashlib.sha256(name.encode()).hexdigest()[:8]
-        return f"{name.encode()[: LONGEST - 9].decode(errors='ignore')}-{tag}"
+    __slots__ = ()
 
-    def _word(self, entry: Field[Any]) -> str:
-        """Return the word for an option, or nothing if it has its default."""
-        key, value = entry.name, getattr(self.options, entry.name)
-        # Without batch norm all modes are the same.
-        if value == entry.default or (key == "batch_norm" and not self.has_batch_norm):
-            return ""
-        if isinstance(value, str):
-            return BOTH[key] if value == "both" else value
-        equals = "=" if key[-1].isdigit() else ""
-        return key if value is True else f"{key}{equals}{value}".removesuffix(".0")
+    @property
+    def has_batch_norm(self) -> bool:
+        """A matrix has no batch norm."""
+        return False
 
-    def resume(self, name: str) -> dict[str, Any]:
-        """Return the keywords with which a computation saves its state and shows its progress.
+    @property
+    def source(self) -> tuple[str, list[str]]:
+        """Name of the file."""
+        return self.options.source.name, []
 
-        The state lies in a hidden file named after the result and the weights, so that the same
-        command finds it again and no other one does.
-        """
-        # Options are in the name already. What else the numbers depend on: the weights, and data
-        # and kernels, which may differ by folder and by device.
-        weights = digest(tensor_state(self.run.model).values())
-        places = f"{weights} {self.options.data_dir} {self.options.device}"
-        key = hashlib.sha256(places.encode()).hexdigest()[:16]
-        self.states.append(self.folder / f".{name}-{key}.state")
-        return {
-            "state": self.states[-1],
-            "save_interval": self.options.save_interval,
-            "progress": not self.options.json,
-        }
-
-    def save(self, title: str, result: Any, name: str, *, picture: str | None = None) -> None:
-        """Save a result, and draw it if a format of pictures is given."""
-        self.results[title] = result
-        self.files.append(self.folder / f"{name}.safetensors")
-        save(result, self.files[-1])
-        if picture is not None:
-            self.draw(result, f"{name}.{picture}")
-
-    def draw(self, result: Any, file: str) -> None:
-        """Draw a result, or several by title, if Matplotlib is installed."""
-        if importlib.util.find_spec("matplotlib") is not None:
-            from ritz import plots
-
-            self.files.append(plots.save_figure(plots.plot(result), self.folder / file))
-
-    def progress_saved(self) -> str:
-        """Return the message of an interrupted command: whether it can be resumed."""
-        every = f"--save-interval is {self.options.save_interval:g} s"
-        if any(map(has_state, self.states)):
-            return f"interrupted; run the command again to resume from the last save ({every})"
-        return f"interrupted before the first save ({every}); run the command again to restart"
+    @property
+    def identity(self) -> str:
+        """Path of the file. A resumed run itself detects another matrix."""
+        return str(self.options.source.resolve())
 
 
 def _changes(config: RunConfig, made: RunConfig) -> list[str]:

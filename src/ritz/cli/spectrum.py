@@ -1,15 +1,20 @@
 """``ritz spectrum``: spectra of the Hessian or Gauss-Newton matrix of a trained network."""
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 
 from ritz._core.checks import check_count
 from ritz.cli import _options as shared
 from ritz.cli._options import option
 
+# The options that a matrix in a file has: it needs no network and no data.
+OF_MATRICES = ("source", "steps", "max_products", "vectors", "picture", "out", "save_interval",
+               "seed", "json")  # fmt: skip
 EPILOG = shared.examples(
     "ritz spectrum runs/digits",
     "ritz spectrum runs/vgg --matrix both --batch-norm both --samples 5000",
     "ritz spectrum weights.pt --model model:net --data data:load",
+    "ritz spectrum matrix.mtx --steps 200",
     file="spectrum-hessian-eval-average-test-steps50.safetensors",
 )
 
@@ -18,6 +23,13 @@ EPILOG = shared.examples(
 class Options(shared.MeasureOptions):
     """Options of the command."""
 
+    source: Path = option(
+        MISSING,
+        "Folder of a run, file of weights, or symmetric matrix (.mtx, .mtx.gz, sparse .npz of "
+        "SciPy).",
+        metavar="RUN",
+        argument=True,
+    )
     matrix: shared.Matrix = option("hessian", shared.MATRIX, free=True)
     batch_norm: shared.Modes = option("eval", shared.MODES, free=True)
     split: shared.Split = option("train", shared.SPLIT)
@@ -30,11 +42,15 @@ class Options(shared.MeasureOptions):
 
 
 def command(options: Options) -> None:
-    """Compute the spectrum of the curvature of a trained network, and draw it."""
+    """Compute the spectrum of the curvature of a trained network, or of a matrix in a file."""
     from ritz.cli._session import measurement
     from ritz.curvature import curvature_operator
+    from ritz.operators._shared import MATRIX_FILES
     from ritz.spectra import lanczos
 
+    if options.source.name.endswith(MATRIX_FILES):
+        _of_matrix(options)
+        return
     with measurement(options) as session:
         risk = session.risk(options.split)
         kinds, modes = session.matrices(options.matrix), session.modes(options.batch_norm)
@@ -61,3 +77,27 @@ def command(options: Options) -> None:
             session.save(session.title(kind, mode), spectrum, name)
         drawing = session.name("spectrum", "matrix", "batch_norm")
         session.draw(session.results, f"{drawing}.{options.picture}")
+
+
+def _of_matrix(options: Options) -> None:
+    """Compute the spectrum of the symmetric matrix of a file."""
+    from ritz.cli._session import MatrixSession, saving
+    from ritz.operators import read_matrix
+    from ritz.spectra import lanczos
+
+    for entry in (entry for entry in fields(options) if entry.name not in OF_MATRICES):
+        if getattr(options, entry.name) != entry.default:
+            flag = f"--{entry.name.replace('_', '-')}"
+            raise ValueError(f"{flag} is for trained networks, but {options.source} is a matrix")
+    op = read_matrix(options.source)
+    steps = min(options.steps, op.shape[0], options.max_products or options.steps)
+    with saving(MatrixSession(options, options.out or options.source.parent)) as session:
+        name = session.name("spectrum")
+        spectrum = lanczos(
+            op,
+            num_steps=steps,
+            vectors=options.vectors,
+            generator=session.generator(),
+            **session.resume(name),
+        )
+        session.save(options.source.name, spectrum, name, picture=options.picture)

@@ -93,7 +93,7 @@ class Batches:
             raise ValueError(f"batch_size must not be passed for data in batches, got {batch_size}")
         if whole is not None:
             batch_size = 512 if batch_size is None else batch_size
-            check_count("batch_size", batch_size)
+            batch_size = check_count("batch_size", batch_size)
             if max_samples is not None:
                 whole = next(iter(draw_rows([whole], max_samples, seed)))
             data = split_rows(whole, batch_size)

@@ -25,7 +25,7 @@ from ritz.curvature._sample_gradients import CONVOLUTIONS, Call
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """When a factor is computed in which way."""
+    """Sizes that decide how a factor is computed."""
 
     # Rows of a product X X' from which only blocks on and above the diagonal are computed, in
     # `strips` strips: 0.63 of the operations (benchmarks/kfac_steps.py --part factors). With fewer

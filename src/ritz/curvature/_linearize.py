@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functionalize, vmap
+from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ritz._core.batches import tensors
@@ -151,7 +152,9 @@ def _key(node: fx.Node) -> Any:
 # `if mask.all()`, the value is a *guard*: the trace holds at all points with the same guards. It
 # also holds for one `signature` of the point alone: what the code can read without a guard.
 
-Graph = Callable[..., Sequence[Tensor]]
+Graph = Callable[..., Sequence[Any]]
+# Part of the primal part: a tensor, or a multiple of the number of samples if the trace tries any.
+Primal = Tensor | int
 # Values of batches that code reads directly, and that their text tells apart.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 
@@ -190,6 +193,8 @@ class Linearization:
         vector: Example of a vector. The trace holds for all vectors of this shape.
         point: Example of a point. The trace holds for all points with its :func:`signature`.
         compiled: Compile both parts.
+        rows: The number of samples of the example, if the trace is to be tried with other numbers.
+            See :func:`_replace_rows`. Zero otherwise.
     """
 
     def __init__(
@@ -199,6 +204,7 @@ class Linearization:
         point: Any,
         *,
         compiled: bool = False,
+        rows: int = 0,
     ) -> None:
         leaves, spec = tree_flatten(point)
 
@@ -210,41 +216,95 @@ class Linearization:
         recording = record(functionalize(flat), [vector, *tensors(point)])
         _require_fixed_shapes(recording.graph)
         simplify(recording.graph)
-        self._compiled = compiled
+        if rows:
+            _replace_rows(recording.graph, rows)
+        self._compiled, self._any_rows = compiled, bool(rows)
         self._primal, self._tangent = _split(recording)
         self._run_primal: Graph = _prepare(self._primal, compiled)
-        self._run_tangent: dict[int, Graph] = {1: _prepare(self._tangent, compiled)}
+        self._run_tangent: Graph = _prepare(self._tangent, compiled)
+        # For blocks: by their width, and the numbers of the primal part.
+        self._run_wide: dict[tuple[int, ...], Graph] = {}
 
-    def primal(self, point: Any) -> list[Tensor]:
-        """Return the tensors of the primal part at a point; raise if its guards do not hold."""
+    def primal(self, point: Any, rows: int = 0) -> list[Primal]:
+        """Return the primal part at a point; raise if its guards do not hold.
+
+        Args:
+            point: A tree of tensors.
+            rows: Its number of samples, which is used if the trace holds for any.
+        """
         with torch.no_grad():
-            return list(self._run_primal(*tensors(point)))
+            return list(self._run_primal(*tensors(point), *([rows] if self._any_rows else [])))
 
-    def tangent(self, primal: Sequence[Tensor], vectors: Tensor) -> Tensor:
+    def tangent(self, primal: Sequence[Primal], vectors: Tensor) -> Tensor:
         """Return the products with ``k`` vectors, both ``(k, *shape)``."""
         width = len(vectors)
         with torch.no_grad():
             if width == 1:
-                return self._run_tangent[1](*primal, vectors[0])[0].unsqueeze(0)
-            if width not in self._run_tangent:
-                self._run_tangent[width] = self._widened(primal, vectors)
+                product: Tensor = self._run_tangent(*primal, vectors[0])[0]
+                return product.unsqueeze(0)
+            parts = [part for part in primal if isinstance(part, Tensor)]
+            key = (width, *(part for part in primal if isinstance(part, int)))
+            if key not in self._run_wide:
+                self._run_wide[key] = self._widened(primal, parts, vectors)
             # A product that does not depend on the vector comes as one row, expanded.
-            return self._run_tangent[width](*primal, vectors)[0].contiguous()
+            block: Tensor = self._run_wide[key](*parts, vectors)[0]
+            return block.contiguous()
 
-    def _widened(self, primal: Sequence[Tensor], vectors: Tensor) -> Graph:
+    def _widened(self, primal: Sequence[Primal], parts: Sequence[Tensor], vectors: Tensor) -> Graph:
         """Trace the tangent part for blocks through vmap, so that vmap costs nothing later."""
+
+        def multiply(*inputs: Tensor) -> Tensor:
+            *tensors, block = inputs
+            values = iter(tensors)
+            every = [next(values) if isinstance(part, Tensor) else part for part in primal]
+            mapped: Sequence[Tensor] = vmap(lambda vector: self._tangent(*every, vector))(block)
+            return mapped[0]
+
         with without_warnings_of_fallbacks():
-            mapped = vmap(self._tangent, in_dims=(None,) * len(primal) + (0,))
-            wide = record(lambda *inputs: mapped(*inputs)[0], [*primal, vectors])
+            wide = record(multiply, [*parts, vectors])
         simplify(wide.graph)
         return _prepare(fx.GraphModule(wide.root, wide.graph), self._compiled)
 
 
-def nbytes(leaves: Sequence[Tensor], *, beside: Sequence[Tensor] = ()) -> int:
+def _replace_rows(graph: fx.Graph, rows: int) -> None:
+    """Make the number of samples an input: replace its multiples by multiples of that input.
+
+    The number is a prime that divides no other size that is known, so a multiple of it is most
+    likely a size of the batch. It may be another number, and a size may enter in another way, such
+    as ``1 / n``. The caller must therefore compare products at every new number of samples.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_after(inputs[-1]):
+        number = graph.placeholder("rows")
+    multiples: dict[int, fx.Node] = {1: number}
+
+    def replaced(value: Any) -> Any:
+        whole = isinstance(value, float) and value.is_integer()
+        if not (whole or isinstance(value, int)) or isinstance(value, bool):
+            return value
+        # The largest index stands for the end of an axis.
+        if not value or value % rows or abs(value) >= 2**53:
+            return value
+        factor = int(value) // rows
+        if factor not in multiples:
+            with graph.inserting_after(number):
+                multiples[factor] = graph.call_function(operator.mul, (number, factor))
+        return multiples[factor]
+
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target not in (
+            operator.mul,
+            operator.getitem,
+            guard,
+        ):
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), replaced)
+
+
+def nbytes(leaves: Sequence[Primal], *, beside: Sequence[Tensor] = ()) -> int:
     """Return the bytes that tensors hold, without shared memory and the memory of ``beside``."""
     known = {tensor.untyped_storage().data_ptr() for tensor in beside}
     total = 0
-    for tensor in leaves:
+    for tensor in (leaf for leaf in leaves if isinstance(leaf, Tensor)):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())

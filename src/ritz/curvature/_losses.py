@@ -1,4 +1,4 @@
-"""Losses: closed forms of known ones, losses of samples, labels; and how a batch meets a model."""
+"""Losses: closed forms of known ones, losses of samples, labels; and the model with its loss."""
 
 import math
 from collections.abc import Callable, Mapping

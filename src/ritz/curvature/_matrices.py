@@ -239,7 +239,7 @@ def fisher(
         op = FisherOperator(Products(risk, kind, ways, **options))
         op.kind = kind
         return op
-    check_count("num_draws", num_draws)
+    num_draws = check_count("num_draws", num_draws)
     known = likelihood(risk)
 
     def middle(context: Context, outputs: Any, target: Any, tangent: Any, reverse: bool) -> Any:

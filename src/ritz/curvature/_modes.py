@@ -44,8 +44,12 @@ class Limits:
     # give a trace for each.
     max_paths: int = 4
     # Products of a batch that repay a trace: three eager products and then 2.7 gradients each,
-    # against 30 gradients and 1.75 each (GPT of 6 layers, ViT, BERT; benchmarks/models.py).
+    # against 30 gradients and 1.75 each (GPT of 6 layers, ViT, BERT; benchmarks/models.py). A
+    # second shape is repaid after 10: 0.37 s against 0.04 s per product (8 and 3 texts).
     repaid: int = 16
+    # Roundoff, in eps, of a product by a trace of another number of samples. Products agree to 4.
+    # A constant 1 / n of the first batch, with n up to 10,000, is off by more.
+    alike: float = 200.0
     # Share of the batches below which those of one size, such as a shorter last one, have no trace.
     # The eager product with a small batch takes about as long as the traced one with a large one
     # (GPT of 6 layers), so all products then cost a few per cent more, whatever their number.

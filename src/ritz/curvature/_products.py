@@ -24,7 +24,7 @@ from ritz._core.modes import (
     searched_convolutions,
     without_fused_lstm,
 )
-from ritz.curvature._linearize import Linearization, nbytes, signature
+from ritz.curvature._linearize import Linearization, Primal, nbytes, signature
 from ritz.curvature._modes import (
     LIMITS,
     Context,
@@ -70,20 +70,23 @@ class Choice:
         plan: The choice in words.
         traces: By shape of the batch, one for each path through the model; an empty list if it is
             not traceable.
+        any_rows: A trace that may serve other numbers of samples, and the signature of one sample.
     """
 
     engine: EngineName
     column: Column | None = None
     plan: str = "not yet used"
     traces: dict[Any, list[Linearization]] = field(default_factory=dict)
+    any_rows: tuple[Any, Linearization] | None = None
 
 
 @final
 class Products:
     r"""Products :math:`V \mapsto \sum_b w_b A_b V + \mu V` with the matrices of batches.
 
-    ``linearized`` traces a product once per shape of batch and splits the trace into a primal part,
-    which does not depend on the vector, and a tangent part. The primal part is cached while it fits
+    ``linearized`` traces a product once per shape of batch, and once for all numbers of samples if
+    their products agree, and splits the trace into a primal part, which does not depend on the
+    vector, and a tangent part. The primal part is cached while it fits
     ``memory``; later products compute the tangent part alone. ``eager`` differentiates the model
     again in every product. ``auto`` is ``linearized`` if the model can be traced and the trace
     gives the same product, else ``eager``, with one warning. If a GPU runs out of memory, blocks
@@ -128,11 +131,11 @@ class Products:
         if compile and engine == "eager":
             raise ValueError("compile=True needs engine='linearized', got 'eager'")
         if block_size is not None:
-            check_count("block_size", block_size)
+            block_size = check_count("block_size", block_size)
         if memory is not None:
-            check_count("memory", memory, low=0)
+            memory = check_count("memory", memory, low=0)
         if num_products is not None:
-            check_count("num_products", num_products, low=0)
+            num_products = check_count("num_products", num_products, low=0)
         self.risk, self.shift, self.extra = risk, shift, extra
         if block_size is None:
             convolves = any(isinstance(module, _ConvNd) for module in risk.model.modules())
@@ -144,6 +147,7 @@ class Products:
         self.block_size = block_size
         self._ways, self._compile = ways, compile
         self._memory = self._room = memory
+        self._num_products = num_products
         self._must_trace = compile or engine == "linearized"
         self._reversed = reversed_if_eager and not risk.theta.is_cuda
         key = (kind, engine, compile)
@@ -280,11 +284,10 @@ class Products:
 
     # The choice of a way: at the first product, on the first batch.
 
-    def _choose(self, context: Context) -> tuple[Column, list[Tensor] | None]:
+    def _choose(self, context: Context) -> tuple[Column, list[Primal] | None]:
         """Choose the way and the engine. Return the way, and the primal part if it was traced."""
         theta, rng = self.risk.theta, torch.Generator().manual_seed(0)
-        # A vector as large as the weights: an error can then be told from roundoff.
-        u = theta + theta.abs().mean()
+        u = _as_large(theta)
         v = torch.randn(theta.shape, generator=rng, dtype=torch.float64).to(theta)
         problems: list[str] = []
         for name, column in self._ways:
@@ -316,18 +319,18 @@ class Products:
             self.risk.diagnose()
         raise RuntimeError("the loss cannot be differentiated twice: " + "; ".join(problems))
 
-    def _warn_if_slow(self, no_trace: str) -> None:
+    def _warn_if_slow(self, no_trace: str, batches: str = "") -> None:
         """Warn, once for a risk and all that are made from it, if the model cannot be traced."""
         if not no_trace or self.risk.warned:
             return
         self.risk.warned.append(no_trace)
         # Measured on the CPU: GPT-2, BERT, ViT, MLP and convolutions; see hessian().
         warnings.warn(
-            f"{type(self.risk.model).__name__} cannot be traced, so each product evaluates and "
-            "differentiates it again, which costs 2 to 4 gradients, instead of 1 to 2 for a traced "
-            "model. What prevents it is usually code in forward() that leaves torch or depends on "
-            "values: .item(), .numpy(), packed sequences, masks as indices. Pass engine='eager' to "
-            f"accept it without this warning. The reason: {no_trace}",
+            f"{type(self.risk.model).__name__} cannot be traced{batches}, so each product "
+            "evaluates and differentiates it again, which costs 2 to 4 gradients, instead of 1 to "
+            "2 for a traced model. What prevents it is usually code in forward() that leaves torch "
+            "or depends on values: .item(), .numpy(), packed sequences, masks as indices. Pass "
+            f"engine='eager' to accept it without this warning. The reason: {no_trace}",
             stacklevel=2,
         )
 
@@ -343,16 +346,23 @@ class Products:
 
     def _checked_trace(
         self, column: Column, context: Context, u: Tensor, Au: Tensor, v: Tensor
-    ) -> list[Tensor]:
+    ) -> list[Primal]:
         """Trace the way, and return the primal part of the batch, or raise if a product is wrong.
 
         The trace must give the eager product ``Au``. Symmetry is checked between that product and
         one of the trace, so that the model is not evaluated a third time.
         """
-        key = signature(context)
-        trace = self._linearize(column, context)
+        key, primal = signature(context), None
+        if part := self._prime_part(context):
+            traced = partial(self._linearize, column, part, rows=part.size)
+            trace, problem = attempt(traced, Exception)
+            primal = None if problem else self._compared(trace, context, u, Au)
+        if primal is not None:
+            self._choice.any_rows = _of_one_sample(context), trace
         with arithmetic(self.risk.precision):
-            primal = trace.primal((self.risk.params, context))
+            if primal is None:
+                trace = self._linearize(column, context)
+                primal = trace.primal((self.risk.params, context))
             product, Av = (trace.tangent(primal, vector[None])[0] for vector in (u, v))
         gap, size = float((product - Au).norm()), float(Au.norm())
         # A direct product with NaN is reported later, with the batch that causes it.
@@ -363,7 +373,7 @@ class Products:
         self._traces[key] = [trace]
         return primal
 
-    def _trace(self, column: Column, context: Context) -> tuple[Linearization, list[Tensor]] | None:
+    def _trace(self, column: Column, context: Context) -> tuple[Linearization, list[Primal]] | None:
         """Return a trace that holds for a batch and its primal part, or ``None`` if it is eager."""
         if self._choice.engine == "eager":
             return None
@@ -374,7 +384,10 @@ class Products:
         known = traces.get(key)
         for trace in known or ():
             with suppress(GuardError):
-                return trace, trace.primal(point)
+                return trace, trace.primal(point, context.size)
+        if known is None and not problem and (served := self._resized(column, context)):
+            traces[key] = [served[0]]
+            return served
         if known == [] or (known is None and self._is_rare(context)):
             return None
         if not problem and len(known or ()) >= LIMITS.max_paths:
@@ -386,6 +399,7 @@ class Products:
         if problem:
             note = f" (not linearized for all batches: {problem})"
             self._choice.plan += note if note not in self._choice.plan else ""
+            self._warn_if_slow(problem, f" on some batches, such as one of {context.size} samples")
             if key is not None:
                 traces.setdefault(key, [])
             return None
@@ -395,15 +409,67 @@ class Products:
     def _is_rare(self, context: Context) -> bool:
         """Return whether so few batches have this size that a trace would not repay."""
         rows = self.risk.batch_rows
-        return not self._must_trace and rows.count(context.size) < LIMITS.rare * len(rows)
+        count = rows.count(context.size)
+        uses = math.inf if self._num_products is None else self._num_products * count
+        return not self._must_trace and (count < LIMITS.rare * len(rows) or uses < LIMITS.repaid)
 
-    def _linearize(self, column: Column, context: Context) -> Linearization:
+    def _prime_part(self, context: Context) -> Context | None:
+        """Return a prime number of samples, if the trace of them may serve all sizes of batches."""
+        # The variance of a batch, with its n - 1, makes batch norm in train mode fail.
+        same = len(set(self.risk.batch_rows)) == 1
+        if self._compile or same or not self.risk.separable:
+            return None
+        leaves = [*self.risk.params.values(), *tensors(context.rows(slice(0, 1)))]
+        sizes = {size for leaf in leaves for size in leaf.shape}
+        for rows in range(context.size, 4, -1):
+            prime = all(rows % factor for factor in range(2, math.isqrt(rows) + 1))
+            if prime and all(size % rows for size in sizes if size):
+                return context.rows(slice(0, rows))
+        return None
+
+    def _resized(
+        self, column: Column, context: Context
+    ) -> tuple[Linearization, list[Primal]] | None:
+        """Return the trace of another number of samples if it gives the product of a batch."""
+        kind, trace = self._choice.any_rows or (None, None)
+        if trace is None or kind != _of_one_sample(context):
+            return None
+        u = _as_large(self.risk.theta)
+        primal = self._compared(trace, context, u, self._eager(column, context, u[None])[0])
+        return None if primal is None else (trace, primal)
+
+    def _compared(
+        self, trace: Linearization, context: Context, u: Tensor, Au: Tensor
+    ) -> list[Primal] | None:
+        """Return the primal part at another number of samples, or ``None`` if its product is wrong.
+
+        Stricter than the check of a trace: a size that was taken for a constant may change the
+        product by little.
+        """
+
+        def compute() -> list[Primal]:
+            with arithmetic(self.risk.precision):
+                primal = trace.primal((self.risk.params, context), context.size)
+                gap = float((trace.tangent(primal, u[None])[0] - Au).norm())
+            if not is_below(gap, LIMITS.alike * torch.finfo(u.dtype).eps * float(Au.norm())):
+                raise ArithmeticError
+            return primal
+
+        # Wrong sizes can raise any error.
+        primal: list[Primal] | None = attempt(compute, Exception)[0]
+        return primal
+
+    def _linearize(self, column: Column, context: Context, rows: int = 0) -> Linearization:
         point = (self.risk.params, context)
         self._num_traces += 1
         settings, recurrence = self.risk.settings(), _written_out_recurrence(self.risk)
         with settings, recurrence, without_warnings_of_torch():
             return Linearization(
-                partial(self._multiply, column), self.risk.theta, point, compiled=self._compile
+                partial(self._multiply, column),
+                self.risk.theta,
+                point,
+                compiled=self._compile,
+                rows=rows,
             )
 
     def _cut(self, width: int, size: int, error: Exception) -> None:
@@ -455,6 +521,16 @@ class CurvatureOperator(LinearOperator):
 
     def _matmat(self, block: Tensor) -> Tensor:
         return self.products.matmat(block)
+
+
+def _of_one_sample(context: Context) -> Any:
+    """Return what batches of the same kind and other numbers of samples have in common."""
+    return signature(context.rows(slice(0, 1)))
+
+
+def _as_large(theta: Tensor) -> Tensor:
+    """Return a vector as large as the weights: an error can then be told from roundoff."""
+    return theta + theta.abs().mean()
 
 
 def _asymmetry(u: Tensor, Au: Tensor, v: Tensor, Av: Tensor) -> str:

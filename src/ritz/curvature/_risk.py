@@ -165,7 +165,7 @@ class Risk:
         }
         self._recognized = False  # whether the model's own loss was looked at
         if max_samples is not None and sharing == "own":
-            check_count("max_samples", max_samples, low=world_size(group))
+            max_samples = check_count("max_samples", max_samples, low=world_size(group))
             max_samples = len(range(rank(group), max_samples, world_size(group)))
         self._read(data, batch_size, max_samples=max_samples, seed=seed, progress=progress)
         self._check_batch_norm(batch_norm)
@@ -350,7 +350,7 @@ class Risk:
         self.require_separable("samples()")
         if self.dropout == "fixed":
             raise ValueError("samples() needs dropout='off', got 'fixed'")
-        check_count("batch_size", batch_size)
+        batch_size = check_count("batch_size", batch_size)
         if not isinstance(indices, Tensor) or indices.ndim != 1 or indices.dtype != torch.int64:
             got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
             raise TypeError(f"indices must be one vector of int64, got {got}")

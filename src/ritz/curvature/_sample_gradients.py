@@ -97,7 +97,7 @@ def full_name(module: str, key: str) -> str:
 def hooks_on_calls(
     modules: Mapping[str, nn.Module], record: Callable[[str, Any, Any, Any], Any]
 ) -> Iterator[None]:
-    """Pass every call of the modules in the block on: name, arguments without graph, output.
+    """Report every call of the modules in the block: name, arguments without graph, output.
 
     An output that ``record`` returns replaces that of the module.
     """

@@ -248,7 +248,7 @@ def gradient_statistics(
     check_choice("by", by, ("sample", "batch"))
     if chunk_size is None:
         chunk_size = max(1, LIMITS.statistics // risk.space.size)
-    check_count("chunk_size", chunk_size)
+    chunk_size = check_count("chunk_size", chunk_size)
     if by == "sample":
         risk.require_separable("gradient_statistics(by='sample')")
         risk.require_sample_mean(alone=True)

@@ -437,7 +437,7 @@ def folder(
     """Your images: data_dir/CLASS/FILE, or data_dir/train/CLASS/FILE and data_dir/test (or val)."""
     check_choice("channels", str(channels), ("1", "3"))
     if size is not None:
-        check_count("size", size)
+        size = check_count("size", size)
     if root is None or not root.is_dir():
         raise FileNotFoundError(
             f"data_dir must be a folder of images, got {str(root or '')!r}: it must have a folder "

@@ -184,7 +184,7 @@ class Split:
 
     def take(self, count: int, *, generator: torch.Generator | None = None) -> "Split":
         """Return the first ``count`` samples, or ``count`` samples drawn without replacement."""
-        check_count("count", count, high=len(self))
+        count = check_count("count", count, high=len(self))
         chosen: Tensor | slice = slice(count)
         if generator is not None:
             order = torch.randperm(len(self), generator=generator, device=generator.device)
@@ -218,7 +218,7 @@ class Split:
             dtype: Data type of the inputs.
         """
         count = len(self)
-        check_count("batch_size", batch_size)
+        batch_size = check_count("batch_size", batch_size)
         if not count:
             raise ValueError("the split must have samples, got none")
         if generator is not None and not isinstance(generator, torch.Generator):
@@ -339,7 +339,7 @@ def image_data(
         seeded: Whether the test images were held out too.
     """
     mean, std = channel_statistics(train[0])
-    check_count("validation", validation, low=0, high=len(train[1]) - 1)
+    validation = check_count("validation", validation, low=0, high=len(train[1]) - 1)
     if validation and held is not None:
         raise ValueError(
             f"validation must be 0 for {name!r}, whose files have a validation part, "

@@ -71,9 +71,9 @@ class TextSplit:
             Merity, Keskar and Socher, Regularizing and Optimizing LSTM Language Models, 2017,
             section 5.
         """
-        check_count("batch_size", batch_size)
+        batch_size = check_count("batch_size", batch_size)
         length = self.length if length is None else length
-        check_count("length", length)
+        length = check_count("length", length)
         size = len(self.tokens) // batch_size
         if size < 2:
             raise ValueError(

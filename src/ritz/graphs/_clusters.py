@@ -194,10 +194,10 @@ def count_clusters(
     """
     graph = with_edges(graph)
     check_choice("method", method, COUNT_METHODS)
-    check_count("num_moments", num_moments, low=4)
-    check_count("num_probes", num_probes, low=2)
+    num_moments = check_count("num_moments", num_moments, low=4)
+    num_probes = check_count("num_probes", num_probes, low=2)
     if max_vectors is not None:
-        check_count("max_vectors", max_vectors)
+        max_vectors = check_count("max_vectors", max_vectors)
     generator = resolve_generator(generator)
     null = NullSpace.of(graph, torch.float64)
     num_probes = min(num_probes, TUNING.locating) if method == "krylov" else num_probes

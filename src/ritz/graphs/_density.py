@@ -103,8 +103,8 @@ def moments(
     Reference: Algorithms 2 and 4 of *Spectral Machine Learning*.
     """
     graph = as_graph(graph)
-    check_count("num_moments", num_moments)
-    check_count("num_probes", num_probes, low=2)
+    num_moments = check_count("num_moments", num_moments)
+    num_probes = check_count("num_probes", num_probes, low=2)
     generator = resolve_generator(generator)
     place: Any = {"matrix": matrix, "dtype": dtype, "device": device}
     check_place(dtype, device)
@@ -249,7 +249,7 @@ def density(
         return entropic
     if exact is not None:
         raise ValueError(f"exact is only used with method='maxent', got method={method!r}")
-    check_count("num_moments", num_moments, low=2)
+    num_moments = check_count("num_moments", num_moments, low=2)
     op = laplacian(graph, **place)
     # A step of Lanczos, like a product in the recurrence of T_j, gives two moments.
     steps = min(num_moments // 2, op.shape[0]) if method == "lanczos" else num_moments // 2

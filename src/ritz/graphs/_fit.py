@@ -164,8 +164,8 @@ def fit(
     Reference: Sections 3.6.1 and 3.6.2 of *Spectral Machine Learning*.
     """
     graph = with_edges(graph)
-    check_count("num_draws", num_draws, low=2)
-    check_count("num_repeats", num_repeats, low=2)
+    num_draws = check_count("num_draws", num_draws, low=2)
+    num_repeats = check_count("num_repeats", num_repeats, low=2)
     if not models:
         raise ValueError("models must contain at least one model, got none")
     for model in models:

@@ -61,7 +61,7 @@ def spectral_clusters(
     graph = with_edges(graph)
     generator = resolve_generator(generator)
     null = NullSpace.of(graph, torch.float64)
-    check_count("num_clusters", num_clusters, high=graph.num_nodes)
+    num_clusters = check_count("num_clusters", num_clusters, high=graph.num_nodes)
     if num_clusters < null.dimension:
         raise ValueError(
             f"num_clusters must be at least the number of components, {null.dimension}, got "

@@ -31,7 +31,7 @@ def erdos_renyi(n: int, *, p: float, generator: torch.Generator | None = None) -
 
     Cost: linear in the number of edges.
     """
-    check_count("n", n)
+    n = check_count("n", n)
     check_range("p", p, low=0, high=1)
     pairs = erdos_renyi_edges(n, p, resolve_generator(generator))
     return graph_of(pairs, n, f"Erdős-Rényi, n = {n}, p = {p:.4g}")
@@ -97,8 +97,8 @@ def watts_strogatz(
 
     Memory: that of the edges, and one byte per pair if more than half of all pairs are edges.
     """
-    check_count("n", n, low=4)
-    check_count("num_neighbors", num_neighbors, low=2, high=n - 1)
+    n = check_count("n", n, low=4)
+    num_neighbors = check_count("num_neighbors", num_neighbors, low=2, high=n - 1)
     check_range("p", p, low=0, high=1)
     if num_neighbors % 2:
         raise ValueError(f"num_neighbors must be even, got {num_neighbors}")
@@ -115,8 +115,8 @@ def barabasi_albert(n: int, *, num_edges: int, generator: torch.Generator | None
             grows from a star and has ``r (n - r)`` edges.
         generator: Source of randomness. Defaults to a new generator with seed 0.
     """
-    check_count("num_edges", num_edges)
-    check_count("n", n, low=num_edges + 1)
+    num_edges = check_count("num_edges", num_edges)
+    n = check_count("n", n, low=num_edges + 1)
     pairs = attached_edges(n, num_edges, resolve_generator(generator))
     return graph_of(pairs, n, f"Barabási-Albert, n = {n}, r = {num_edges}")
 
@@ -363,7 +363,7 @@ def cluster_graph(
     # A ring needs free places for rewiring.
     largest = min(sizes) / 2 if kind in ("mixed", "watts_strogatz") else min(sizes) - 1
     check_range("degree", degree, low=1, high=largest)
-    check_count("num_links", num_links, low=0)
+    num_links = check_count("num_links", num_links, low=0)
     generator = resolve_generator(generator)
     starts = torch.tensor([0, *sizes]).cumsum(0)
     pairs = []
@@ -393,10 +393,12 @@ def cluster_sizes(
         high: Largest size.
         generator: Source of randomness. Defaults to a new generator with seed 0.
     """
-    check_count("num_clusters", num_clusters)
-    check_count("low", low)
-    check_count("high", high, low=low)
-    check_count("num_nodes", num_nodes, low=num_clusters * low, high=num_clusters * high)
+    num_clusters = check_count("num_clusters", num_clusters)
+    low = check_count("low", low)
+    high = check_count("high", high, low=low)
+    num_nodes = check_count(
+        "num_nodes", num_nodes, low=num_clusters * low, high=num_clusters * high
+    )
     generator = resolve_generator(generator)
     share = (num_nodes / num_clusters - low) / max(high - low, 1)
     uniform = torch.rand(num_clusters, generator=generator, dtype=torch.float64)

@@ -198,7 +198,7 @@ def _num_steps(risk: Risk, state: Optimizer | None, max_products: int | None) ->
     if max_products is None:
         return steps
     further, least = _further_products(risk, state), min(TUNING.least_steps, steps)
-    check_count("max_products", max_products, low=further + least)
+    max_products = check_count("max_products", max_products, low=further + least)
     return min(steps, max_products - further)
 
 

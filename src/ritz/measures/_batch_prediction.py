@@ -288,7 +288,7 @@ def batch_prediction(
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
     sizes = check_batch_sizes(batch_sizes, count)
-    check_count("num_draws", num_draws, low=10)
+    num_draws = check_count("num_draws", num_draws, low=10)
     if pairs is not None and not isinstance(pairs, Eigenpairs | Spectrum):
         raise TypeError(
             f"pairs must be a result of eigenpairs() or lanczos(), got {type(pairs).__name__}"
@@ -297,12 +297,12 @@ def batch_prediction(
     if group_size is None:
         group_size = max(1, count // TUNING.num_groups)
     # Fewer than three groups have no spread.
-    check_count("group_size", group_size, high=max(1, count // 3))
+    group_size = check_count("group_size", group_size, high=max(1, count // 3))
     if num_vectors is None:
         # As many as there are, if they are given.
         most = risk.space.size if pairs is None else len(pairs.values)
         num_vectors = min(TUNING.num_vectors, most)
-    check_count("num_vectors", num_vectors, high=risk.space.size)
+    num_vectors = check_count("num_vectors", num_vectors, high=risk.space.size)
     basis, lambda_max, angle = _basis(risk, matrix, num_vectors, pairs, generator, progress)
     projections = _projections(risk, matrix, basis, group_size, generator, progress)
     spent = projections.columns + (lambda_max.num_products if pairs is None else 0)
@@ -383,7 +383,7 @@ def measured_batches(
     """
     check_groups(risk, "measured_batches()")
     sizes = check_batch_sizes(batch_sizes, sum(risk.batch_rows))
-    check_count("num_batches", num_batches, low=2)
+    num_batches = check_count("num_batches", num_batches, low=2)
     theta = risk.theta
     check_tensor("leading", leading, dtype=theta.dtype, device=theta.device, rows=len(theta))
     if leading.ndim != 1:

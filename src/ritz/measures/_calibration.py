@@ -102,9 +102,9 @@ def temperature(
     optimization and generalization of stochastic gradient descent with covariance noise*, section
     5.3.
     """
-    check_count("num_bins", num_bins)
+    num_bins = check_count("num_bins", num_bins)
     check_range("atol", atol, low=0.0)
-    check_count("max_steps", max_steps, low=2)
+    max_steps = check_count("max_steps", max_steps, low=2)
     # The outputs are computed once, and f is evaluated from them for several beta.
     pairs = _pairs(risk)
     loss = _CrossEntropy(risk, pairs)

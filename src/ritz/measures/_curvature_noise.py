@@ -128,7 +128,7 @@ def curvature_variance(
     group_size = choose_group_size(group_size, count)
     generator = resolve_generator(generator)
     if along is None:
-        check_count("num_probes", num_probes, low=2)
+        num_probes = check_count("num_probes", num_probes, low=2)
         vectors = _unit_probes(risk, num_probes, generator)
     else:
         vectors = _unit_block(risk, along)
@@ -174,7 +174,7 @@ def batch_variance(
         num_samples: Number ``N`` of samples. Defaults to sampling with replacement.
     """
     if num_samples is not None:
-        check_count("num_samples", num_samples)
+        num_samples = check_count("num_samples", num_samples)
     check_type("variance", variance, Estimate, "an Estimate")
     sizes = check_batch_sizes(batch_sizes, num_samples)
     if variance.mean.ndim:

@@ -144,7 +144,7 @@ def noise_of(
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
     group_size = choose_group_size(group_size, count)
-    check_count("num_probes", num_probes, low=2)
+    num_probes = check_count("num_probes", num_probes, low=2)
     generator = resolve_generator(generator)
     groups = random_groups(risk, group_size, generator)
     # Sigma = scale sum_j d_j d_j'

@@ -67,8 +67,7 @@ def choose_group_size(group_size: int | None, count: int) -> int:
     if group_size is None:
         group_size = max(1, count // TUNING.num_groups)
     # At least three groups, so that there is a standard error.
-    check_count("group_size", group_size, high=max(1, count // 3))
-    return group_size
+    return check_count("group_size", group_size, high=max(1, count // 3))
 
 
 def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:

@@ -264,7 +264,7 @@ def landscape(
 
     Reference: section 4.2 and Table 4.3 of *Spectral Machine Learning*; Li et al. (2018).
     """
-    check_count("num_points", num_points, low=2)
+    num_points = check_count("num_points", num_points, low=2)
     chosen = named_directions(directions, risk)
     steps = _steps(distance, num_points)
     shape, vectors = (len(chosen), num_points), list(chosen.values())
@@ -313,7 +313,7 @@ def landscape2d(
         save_interval: Seconds between saves.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
-    check_count("num_points", num_points, low=2)
+    num_points = check_count("num_points", num_points, low=2)
     check_direction("first", first, risk)
     check_direction("second", second, risk)
     norms = torch.stack([first.double().norm(), second.double().norm()]).cpu()

@@ -130,7 +130,7 @@ def bulk_edge(
     if noise is not None:
         check_range("variance", noise, low=0.0)
     if batch_size is not None:
-        check_count("batch_size", batch_size)
+        batch_size = check_count("batch_size", batch_size)
     # The bulk is the intersection of the intervals of all runs: in some of them an outlier may have
     # a large weight by chance.
     edges = torch.tensor([_edges(run) for run in runs], dtype=torch.float64)

@@ -174,8 +174,8 @@ def sharpness(
     check_risk(risk)
     size = risk.space.size
     num_steps = min(100, size) if num_steps is None else num_steps
-    check_count("num_steps", num_steps, high=size)
-    check_count("num_probes", num_probes)
+    num_steps = check_count("num_steps", num_steps, high=size)
+    num_probes = check_count("num_probes", num_probes)
     matrices: Sequence[CurvatureMatrix] = (matrix,) if isinstance(matrix, str) else matrix
     if not matrices:
         raise ValueError(f"matrix must be one or several of {', '.join(MATRICES)}; got {matrix!r}")
@@ -232,7 +232,7 @@ def _within(
     """Return steps and probes per row within ``max_products``, and a status if they are reduced."""
     if max_products is None:
         return num_steps, num_probes, None
-    check_count("max_products", max_products, low=num_rows)
+    max_products = check_count("max_products", max_products, low=num_rows)
     # Fewer probes give wider error bars. Fewer steps give a bias that is not in the error bars, so
     # steps are reduced only if one probe is too many.
     each = max_products // num_rows

@@ -194,9 +194,9 @@ def trainable_rate(
     """
     check_risk(risk)
     check_maker("make", make)
-    check_count("batch_size", batch_size, high=sum(risk.batch_rows))
-    check_count("num_steps", num_steps, low=2)
-    check_count("num_trials", num_trials, low=2)
+    batch_size = check_count("batch_size", batch_size, high=sum(risk.batch_rows))
+    num_steps = check_count("num_steps", num_steps, low=2)
+    num_trials = check_count("num_trials", num_trials, low=2)
     check_range("start", start, low=torch.finfo(torch.float32).tiny, high=1e30)
     check_range("rtol", rtol, low=1e-3, high=0.5)
     generator = resolve_generator(generator)

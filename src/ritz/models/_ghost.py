@@ -13,7 +13,7 @@ class _GhostBatchNorm(_BatchNorm):
     # Comes before a batch norm of torch in the bases, which checks the number of dimensions.
 
     def __init__(self, num_features: int, size: int, *args: Any, **options: Any) -> None:
-        check_count("size", size, low=2)
+        size = check_count("size", size, low=2)
         super().__init__(num_features, *args, **options)
         self.size = size
 
@@ -74,7 +74,7 @@ def with_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
         model: Any module.
         size: Number of samples per group, at least 2.
     """
-    check_count("size", size, low=2)
+    size = check_count("size", size, low=2)
     check_type("model", model, nn.Module, "a torch.nn.Module")
     norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
     ghosts = {nn.BatchNorm1d: GhostBatchNorm1d, nn.BatchNorm2d: GhostBatchNorm2d}

@@ -10,7 +10,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 
-from ritz._core.checks import check_range, check_real_floating, check_tensor, is_below
+from ritz._core.checks import as_plain, check_range, check_real_floating, check_tensor, is_below
 from ritz._core.distributed import Group, all_sum, world_size
 from ritz._core.random import probes, resolve_generator
 
@@ -117,6 +117,7 @@ class LinearOperator(ABC):
         return self + (-other) if isinstance(other, LinearOperator) else NotImplemented
 
     def __mul__(self, factor: float) -> "ScaledOperator":
+        factor = as_plain(factor)
         return ScaledOperator(self, factor) if isinstance(factor, int | float) else NotImplemented
 
     __rmul__ = __mul__

@@ -145,6 +145,8 @@ def _from_scipy(x: Any) -> FunctionOperator:
 # ------------------------------------------------------------------------------------------
 # Symmetric matrices from files.
 
+MATRIX_FILES = (".mtx", ".mtx.gz", ".npz")
+
 
 def read_matrix(path: str | os.PathLike[str]) -> LinearOperator:
     """Return the symmetric matrix of a file. Pickled objects are not loaded.
@@ -156,7 +158,7 @@ def read_matrix(path: str | os.PathLike[str]) -> LinearOperator:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"no matrix file {str(file)!r}")
-    if not file.name.endswith((".mtx", ".mtx.gz", ".npz")):
+    if not file.name.endswith(MATRIX_FILES):
         raise ValueError(f"a matrix file must end in .mtx, .mtx.gz or .npz, got {str(file)!r}")
     saved = file.suffix == ".npz"
     try:

@@ -2,5 +2,6 @@
 
 from ritz.operators._base import SumOperator
 from ritz.operators._exact import Quantity, gershgorin
+from ritz.operators._interop import MATRIX_FILES
 from ritz.operators._laplacian import GraphMatrix, NetworkXGraph, is_networkx
 from ritz.operators._sparse import CompressedRows

@@ -86,8 +86,8 @@ class IterateAverage:
         check_optimizer(optimizer)
         check_choice("kind", kind, get_args(AverageKind))
         if start is not None:
-            check_count("start", start, low=0)
-        check_count("interval", interval)
+            start = check_count("start", start, low=0)
+        interval = check_count("interval", interval)
         check_range("decay", decay, low=0.0, high=1.0)
         if kind == "polyak" and start not in (0, 1):
             raise ValueError(f"start must be 0 for kind='polyak', got {start}")
@@ -397,7 +397,7 @@ class AutoAverage:
         min_delta: float = 0.0,
         rule: PatienceRule = "stagnation",
     ) -> None:
-        check_count("patience", patience)
+        patience = check_count("patience", patience)
         check_choice("mode", mode, ("min", "max"))
         check_choice("rule", rule, get_args(PatienceRule))
         check_range("min_delta", min_delta, low=0.0)

@@ -104,13 +104,13 @@ class CovarianceNoise:
     ) -> None:
         check_optimizer(optimizer)
         check_choice("kind", kind, NOISE_KINDS)
-        check_count("small", small)
+        small = check_count("small", small)
         check_choice("momentum", momentum, ("after", "before"))
         check_range("sigma", sigma, low=0.0)
         if until is not None:
-            check_count("until", until)
-        self.refresh = REFRESH.get(kind, 1) if refresh is None else refresh
-        check_count("refresh", self.refresh)
+            until = check_count("until", until)
+        interval = REFRESH.get(kind, 1) if refresh is None else refresh
+        self.refresh = check_count("refresh", interval)
         if kind == "sgld" and temperature is None:
             raise ValueError("temperature must be given for kind='sgld', got None")
         self.optimizer, self.kind, self.small, self.until = optimizer, kind, small, until

@@ -120,9 +120,9 @@ class Damping:
         if rule in ("shrinkage", "noise"):
             if batch_size is None:
                 raise ValueError(f"rule={rule!r} needs batch_size, got None")
-            check_count("batch_size", batch_size)
+            batch_size = check_count("batch_size", batch_size)
             if num_samples is not None:
-                check_count("num_samples", num_samples)
+                num_samples = check_count("num_samples", num_samples)
         self.batch_size, self.num_samples = batch_size, num_samples
         if rule != "constant" and any("delta" not in group for group in optimizer.param_groups):
             raise ValueError(

@@ -52,10 +52,10 @@ class Lookahead(Optimizer):
         self, optimizer: Optimizer, *, k: int = 5, alpha: float = 0.5, until: int | None = None
     ) -> None:
         check_optimizer(optimizer)
-        check_count("k", k)
+        k = check_count("k", k)
         check_range("alpha", alpha, low=0.0, high=1.0)
         if until is not None:
-            check_count("until", until)
+            until = check_count("until", until)
         self.optimizer, self.k, self.alpha, self.planned = optimizer, k, alpha, until
         self._attach()
 

@@ -75,7 +75,7 @@ def from_preset(
     chosen = preset(name)
     settings = dict(chosen.settings)
     if steps_per_epoch is not None:
-        check_count("steps_per_epoch", steps_per_epoch)
+        steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch)
         takes = inspect.signature(chosen.optimizer).parameters
         if {"start", "interval"} <= takes.keys() and chosen.average_from is not None:
             # The average begins with the weights at the end of the epoch before.

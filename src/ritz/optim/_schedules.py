@@ -45,7 +45,7 @@ def linear_decay(
         hold: Fraction :math:`h` of the steps at the initial value.
         until: Fraction :math:`u` of the steps after which the final value is reached.
     """
-    check_count("num_steps", num_steps)
+    num_steps = check_count("num_steps", num_steps)
     check_range("final", final, low=0.0)
     check_range("hold", hold, low=0.0, high=1.0)
     check_range("until", until, low=hold, high=1.0)
@@ -62,7 +62,7 @@ def averaging_decay(start: int, *, final: float = 0.5) -> Shape:
         start: Step :math:`T_\text{avg}` at which averaging begins.
         final: Factor :math:`\alpha_\text{avg} / \alpha_0`.
     """
-    check_count("start", start)
+    start = check_count("start", start)
     return linear_decay(start, final=final)
 
 
@@ -76,7 +76,7 @@ def held_from(start: int, shape: Shape) -> Shape:
     Reference: Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, appendix
     B.2: wide residual networks decay as without an average until it starts.
     """
-    check_count("start", start, low=0)
+    start = check_count("start", start, low=0)
     return partial(_held, start, shape)
 
 
@@ -106,7 +106,7 @@ def warmup(num_steps: int, *, then: Shape | None = None) -> Shape:
         num_steps: Number of warm-up steps :math:`n`.
         then: Shape that is multiplied. Defaults to a constant.
     """
-    check_count("num_steps", num_steps)
+    num_steps = check_count("num_steps", num_steps)
     return partial(_warmup, num_steps, then)
 
 

@@ -103,7 +103,7 @@ def density_curve(
         sigmas: Half width of the band in standard errors.
         num_points: Number of points, evenly spaced. A narrow ``width`` of the density adds more.
     """
-    check_count("num_points", num_points, low=2)
+    num_points = check_count("num_points", num_points, low=2)
     low, high = density.support
     # Four points per width resolve a Gaussian bump; 100,000 points are enough for any screen.
     if width := getattr(density, "width", None):
@@ -156,7 +156,7 @@ def landscape_surface(
         The loss ``z[j, i]`` at ``s[i]``, ``t[j]`` with NaN where it is not finite, and the levels:
         in equal ratios if all losses are positive, otherwise in equal steps.
     """
-    check_count("num_levels", num_levels, low=2)
+    num_levels = check_count("num_levels", num_levels, low=2)
     loss = landscape.test_loss if test else landscape.loss
     if loss is None:
         raise ValueError("landscape must have a test loss, got none: give test= to landscape2d")
@@ -226,8 +226,8 @@ def training_series(records: Iterable[Record]) -> TrainingSeries:
             if any(f"{name}_{quantity}" in record for record in epochs):
                 scale = 100.0 if quantity.endswith("accuracy") else 1.0
                 columns[name.replace("_", " ")] = scale * _column(epochs, f"{name}_{quantity}")
-    logged = {word: _column(epochs, name)
-              for word, name in (("learning rate", "rate"), ("damping", "damping"))}  # fmt: skip
+    names = ("learning_rate", "damping")
+    logged = {name.replace("_", " "): _column(epochs, name) for name in names}
     # A constant is one number, which the result of the run prints.
     settings = {word: y for word, y in logged.items() if len(np.unique(y[np.isfinite(y)])) > 1}
     averaged = (r["epoch"] for r in epochs if any(f"{name}_loss" in r for name in averages))

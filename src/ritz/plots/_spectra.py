@@ -299,7 +299,7 @@ def over_histogram(
         label: Label of the density in the legend.
     """
     smooth, width = _smooth(density)
-    check_count("num_bins", num_bins)
+    num_bins = check_count("num_bins", num_bins)
     ax = ax or style.panels()[1][0]
     eigenvalues = exact.cpu().numpy()
     heights, edges = np.histogram(eigenvalues, bins=num_bins, range=smooth.support, density=True)

@@ -67,7 +67,7 @@ class Law(ABC):
 
     def moment(self, degree: int) -> float:
         """Return the mean of ``eigenvalue ** degree``, for a degree of at least 0."""
-        check_count("degree", degree, low=0)
+        degree = check_count("degree", degree, low=0)
         return self._moment(degree)
 
     def pdf(self, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Law(ABC):
             n: Number of draws.
             generator: Source of randomness. Defaults to a new generator with seed 0.
         """
-        check_count("n", n)
+        n = check_count("n", n)
         generator = resolve_generator(generator)
         where: Any = {"generator": generator, "device": generator.device}
         return self.ppf(torch.rand(n, dtype=torch.float64, **where).cpu())

@@ -122,7 +122,7 @@ def additive_spikes(
           -2.5, standard deviation 0.039, overlap 0.750
     """
     check_choice("model", model, get_args(NoiseModel))
-    _check_finite_size(size, level)
+    size = _check_finite_size(size, level)
     lam, c = _number("values", values), _number("centre", centre)
     v = _number("variance", variance, low=0.0)
     strength = v if along is None else _number("along", along, low=0.0)
@@ -177,7 +177,7 @@ def multiplicative_spikes(
           5.625, standard deviation 0.16, overlap 0.861
           2.9142, standard deviation 0.018, overlap 0.000
     """
-    _check_finite_size(size, level)
+    size = _check_finite_size(size, level)
     lam = _number("values", values, low=0.0)
     lam, q, s = torch.broadcast_tensors(lam, _positive("ratio", ratio), _positive("bulk", bulk))
     side = torch.where(lam < s, -1.0, 1.0).double()
@@ -276,11 +276,10 @@ def _assemble(shifted: _Shifted, detected: Tensor, edge: _Edge) -> Spikes:
     )
 
 
-def _check_finite_size(size: int | None, level: float) -> None:
-    if size is not None:
-        check_count("size", size)
+def _check_finite_size(size: int | None, level: float) -> int | None:
     # At more extreme levels the distribution function of Tracy-Widom is not accurate.
     check_range("level", level, low=1e-12, high=1 - 1e-12)
+    return None if size is None else check_count("size", size)
 
 
 def _number(name: str, value: float | Tensor, *, low: float | None = None) -> Tensor:

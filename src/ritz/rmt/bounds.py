@@ -68,7 +68,7 @@ def lanczos_error(
     Reference: *Spectral Machine Learning*, Theorem 4; Kaniel (1966), Paige (1971), Saad (1980).
     """
     _check_order(largest, second, smallest)
-    check_count("num_steps", num_steps)
+    num_steps = check_count("num_steps", num_steps)
     factors = krylov_factors((largest - smallest) / (second - smallest), num_steps=num_steps)
     return (largest - smallest) * _tangent(overlap) * float(factors.lanczos)
 
@@ -95,7 +95,7 @@ def power_error(
     Reference: *Spectral Machine Learning*, Theorem 5; Golub and Van Loan (2013), section 8.2.
     """
     _check_order(largest, second, smallest)
-    check_count("num_steps", num_steps)
+    num_steps = check_count("num_steps", num_steps)
     rest = max(abs(second), abs(smallest))
     if not largest > rest:
         raise ValueError(f"largest must exceed all others in absolute value, got {largest}, {rest}")
@@ -145,7 +145,7 @@ def smoothing_bias(measure: Measure, degree: int, *, kernel: Law) -> float:
     Reference: *Spectral Machine Learning*, Theorem 2, with the binomial of :math:`m` for odd
     degrees too.
     """
-    check_count("degree", degree, low=0)
+    degree = check_count("degree", degree, low=0)
     check_type("kernel", kernel, Law, "a law such as Normal(variance=0.01)")
     if abs(kernel.moment(1)) > 1e-12 * math.sqrt(kernel.moment(2)):
         raise ValueError(f"kernel must have mean zero, got {kernel.moment(1):.6g}")
@@ -173,8 +173,8 @@ def moment_correction(degree: int, size: int, *, bound: float, stddev: float) ->
 
     Reference: *Spectral Machine Learning*, equation 2.42; Füredi and Komlós (1981).
     """
-    check_count("degree", degree)
-    check_count("size", size)
+    degree = check_count("degree", degree)
+    size = check_count("size", size)
     check_positive("bound", bound)
     check_positive("stddev", stddev)
     check_range("stddev", stddev, high=bound)
@@ -197,7 +197,7 @@ def probe_variance(size: int, *, condition: float) -> float:
 
     Reference: *Spectral Machine Learning*, Lemma 1 and equation 2.34.
     """
-    check_count("size", size)
+    size = check_count("size", size)
     check_range("condition", condition, low=1.0)
     spread = 1 / (1 + (size - 1) / condition**2)
     return 2 * min(spread, (1 + condition) ** 2 / (4 * condition * size))
@@ -234,8 +234,8 @@ def entropy_concentration(num_samples: int, *, degrees: int, level: float = 0.95
 
     Reference: Jaynes (1983); *Spectral Machine Learning*, section 2.3.
     """
-    check_count("num_samples", num_samples)
-    check_count("degrees", degrees)
+    num_samples = check_count("num_samples", num_samples)
+    degrees = check_count("degrees", degrees)
     check_range("level", level, low=0.0, high=math.nextafter(1.0, 0.0))
     return float(chdtri(degrees, 1 - level)) / (2 * num_samples)
 
@@ -346,7 +346,7 @@ def average_loss(eigenvalues: Tensor, *, noise: Tensor | float, num_steps: int) 
     Reference: *Spectral Machine Learning*, equation 7.26; *Iterate averaged adaptive gradient
     methods*, Table 1.
     """
-    check_count("num_steps", num_steps)
+    num_steps = check_count("num_steps", num_steps)
     values = _eigenvalues(eigenvalues)
     sigma = per_direction("noise", noise, values, low=0.0)
     return float((sigma / values).sum()) / (2 * num_steps + 2)
@@ -399,7 +399,7 @@ def dependent_average_variance(covariances: Tensor, *, eigenvalue: float, num_st
 
     Reference: *Iterate averaged adaptive gradient methods*, section 4.
     """
-    check_count("num_steps", num_steps)
+    num_steps = check_count("num_steps", num_steps)
     check_type("covariances", covariances, Tensor, "a tensor")
     check_finite("covariances", covariances)
     check_positive("eigenvalue", eigenvalue)
@@ -462,7 +462,7 @@ def preconditioned_average_loss(
 
     Reference: *Spectral Machine Learning*, equations 7.38 to 7.40; Martens (2014).
     """
-    check_count("num_steps", num_steps)
+    num_steps = check_count("num_steps", num_steps)
     check_positive("rate", rate)
     H = positive_definite("hessian", hessian)
     B = positive_definite("preconditioner", preconditioner)
@@ -502,7 +502,7 @@ def regret(*, distance: float, noise: float, rate: float, num_steps: int) -> flo
 
     Reference: *Spectral Machine Learning*, equation 7.14.
     """
-    check_count("num_steps", num_steps)
+    num_steps = check_count("num_steps", num_steps)
     check_positive("rate", rate)
     check_positive("distance", distance, zero=True)
     check_positive("noise", noise, zero=True)
@@ -524,7 +524,7 @@ def optimal_rate(*, smoothness: float, distance: float, noise: float, num_steps:
     Reference: *Spectral Machine Learning*, section 7.2.1; *Iterate averaged adaptive gradient
     methods*, appendix E.
     """
-    check_count("num_steps", num_steps)
+    num_steps = check_count("num_steps", num_steps)
     check_positive("smoothness", smoothness)
     check_positive("distance", distance)
     check_positive("noise", noise, zero=True)

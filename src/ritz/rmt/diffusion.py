@@ -62,7 +62,7 @@ def decaying_rates(curvature: Tensor, *, num_steps: int, offset: float | None = 
             :math:`1/\lambda_{\max}`, twice the condition number. A smaller one is an error, as
             the theorem does not hold for it.
     """
-    check_count("num_steps", num_steps)
+    num_steps = check_count("num_steps", num_steps)
     values = torch.linalg.eigvalsh(positive_definite("curvature", curvature))
     gamma = _offset(values, offset)
     # The first rate is 2 / (gamma lambda_min): 1/lambda_max for the default.
@@ -93,7 +93,7 @@ def loss_bound(
 
     Reference: Theorem 4.1.
     """
-    check_count("step", step, low=0)
+    step = check_count("step", step, low=0)
     A = positive_definite("curvature", curvature)
     values, theta = torch.linalg.eigvalsh(A), check_start(start, A)
     gamma = _offset(values, offset)
@@ -152,7 +152,7 @@ def simulate(
         num_paths: Number of independent runs.
         generator: Source of the noise. Defaults to a new generator with seed 0.
     """
-    check_count("num_paths", num_paths)
+    num_paths = check_count("num_paths", num_paths)
     A, C = _matrices(curvature, factor)
     generator = resolve_generator(generator)
     theta = check_start(start, A).expand(num_paths, -1).clone()

@@ -220,7 +220,7 @@ def simulate(
         interval: Steps between iterates that enter the averages.
         generator: Source of the noise. Defaults to a new generator with seed 0.
     """
-    check_count("num_paths", num_paths)
+    num_paths = check_count("num_paths", num_paths)
     check_range("decay", decay, low=0.0, high=1.0)
     system = _System(eigenvalues, rate, start, noise, num_steps, interval)
     generator = resolve_generator(generator)
@@ -270,8 +270,8 @@ class _System:
     ) -> None:
         if not isinstance(eigenvalues, Tensor):
             raise TypeError(f"eigenvalues must be a tensor, got {type(eigenvalues).__name__}")
-        check_count("interval", interval)
-        check_count("num_steps", num_steps, low=interval)
+        interval = check_count("interval", interval)
+        num_steps = check_count("num_steps", num_steps, low=interval)
         values = eigenvalues.detach().double().reshape(-1)
         check_finite("eigenvalues", values)
         if not len(values):

@@ -90,7 +90,7 @@ def solve(
     check_range("rtol", rtol, low=0.0, high=1.0)
     check_range("atol", atol, low=0.0)
     max_steps = max(n, 1000) if max_steps is None else max_steps
-    check_count("max_steps", max_steps)
+    max_steps = check_count("max_steps", max_steps)
     # Norms are sums of squares, which leave the range where b does not: divide each column by a
     # power of two.
     rhs = b if b.ndim == 2 else b[:, None]

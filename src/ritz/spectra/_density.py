@@ -334,9 +334,9 @@ def density(
     """
     op = as_operator(op)
     check_choice("method", method, get_args(DensityMethod))
-    check_count("num_probes", num_probes, low=2 if method == "kpm" else 1)
+    num_probes = check_count("num_probes", num_probes, low=2 if method == "kpm" else 1)
     if block_size is not None:
-        check_count("block_size", block_size)
+        block_size = check_count("block_size", block_size)
     generator = resolve_generator(generator)
     num_steps = min(80, op.shape[0]) if num_steps is None else num_steps
     if method == "kpm":
@@ -344,7 +344,7 @@ def density(
             raise ValueError(
                 f"width needs method='lanczos', got {width}: num_steps sets the width of 'kpm'"
             )
-        check_count("num_steps", num_steps)
+        num_steps = check_count("num_steps", num_steps)
         measured = moments(
             op,
             num_moments=2 * num_steps,
@@ -355,7 +355,7 @@ def density(
             progress=progress,
         )
         return PolynomialDensity(moments=measured, dimension=op.shape[0])
-    check_count("num_steps", num_steps, high=op.shape[0])
+    num_steps = check_count("num_steps", num_steps, high=op.shape[0])
     check_choice("reorthogonalize", reorthogonalize, get_args(Reorthogonalization))
     nodes, weights, spent = [], [], 0
     block_size = block_size or op.block_size

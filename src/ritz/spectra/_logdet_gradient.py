@@ -61,7 +61,7 @@ class LowRankPreconditioner:
     """
 
     def __init__(self, op: KernelOperator, *, rank: int) -> None:
-        check_count("rank", rank)
+        rank = check_count("rank", rank)
         if not op.noise > 0:
             raise ValueError("noise of the kernel operator must be positive, got 0")
         factor, left, self.pivots = _pivoted_cholesky(op, min(rank, op.shape[0]))
@@ -254,10 +254,10 @@ def logdet_gradient(
     Reference: Gardner et al. (2018), Section 4, for the usual estimate.
     """
     check_choice("method", method, ("auto", "cholesky", "lanczos"))
-    check_count("num_probes", num_probes, low=2)
+    num_probes = check_count("num_probes", num_probes, low=2)
     check_range("rtol", rtol, low=0.0, high=1.0)
-    check_count("max_steps", max_steps)
-    check_count("rank", rank)
+    max_steps = check_count("max_steps", max_steps)
+    rank = check_count("rank", rank)
     generator = resolve_generator(generator)
     if not isinstance(op, KernelOperator):
         raise TypeError(f"op must be a KernelOperator, got {type(op).__name__}")

@@ -106,7 +106,7 @@ def moments(
     Reference: Algorithms 2 and 6 of *Spectral Machine Learning*.
     """
     op = as_operator(op)
-    check_count("num_moments", num_moments)
+    num_moments = check_count("num_moments", num_moments)
     check_choice("basis", basis, get_args(MomentBasis))
     generator = resolve_generator(generator)
     spent = 0

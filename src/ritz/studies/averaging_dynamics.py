@@ -366,7 +366,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
             series[row, :done] = 1 - result.history[f"{name}_accuracy"]
     series[3:7, :done] = torch.tensor(norms.rows[:done], dtype=torch.float64).T
     # alpha / |w|^2, the effective learning rate of weights before batch norm.
-    series[7, :done] = result.history["rate"] / series[3, :done] ** 2
+    series[7, :done] = result.history["learning_rate"] / series[3, :done] ** 2
     inputs, _ = held.tensors()
     model.eval()
     with torch.no_grad():

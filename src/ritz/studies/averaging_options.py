@@ -331,7 +331,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
         norms[-1],
         optim.weight_norms(model).l2 if averaged else math.nan,
         # The effective rate of weights whose scale batch norm leaves free.
-        metrics["rate"] / norms[-1] ** 2,
+        metrics["learning_rate"] / norms[-1] ** 2,
     ]
     inputs, _ = images.test.take(min(PREDICTED, len(images.test))).tensors()
     model.eval()

@@ -57,7 +57,7 @@ def spiked_wigner(
 
     A spike :math:`|s| > 1` leaves the semicircle, at :math:`s + 1/s` for large ``n``.
     """
-    check_count("n", n, low=max(1, len(spikes)))
+    n = check_count("n", n, low=max(1, len(spikes)))
     generator = _source(generator)
     # (G + G') / sqrt(2 n) has off-diagonal entries of variance 1/n.
     noise = _gaussian(n, n, generator, dtype)
@@ -91,8 +91,8 @@ def spiked_wishart(
     A spike :math:`s = 1 + \theta` with :math:`\theta > \sqrt q`, :math:`q = n/T`, leaves the bulk,
     at :math:`(1 + \theta)(1 + q/\theta)` for large ``n``.
     """
-    check_count("n", n, low=max(1, len(spikes)))
-    check_count("num_samples", num_samples)
+    n = check_count("n", n, low=max(1, len(spikes)))
+    num_samples = check_count("num_samples", num_samples)
     if any(spike <= 0 for spike in spikes):
         raise ValueError(f"spikes must be positive variances, got {spikes}")
     # Rows scaled by sqrt(s) have variance s.
@@ -114,7 +114,7 @@ def network_like(
 
     Reference: Section 4.5.2 of *Spectral Machine Learning*.
     """
-    check_count("n", n, low=100)
+    n = check_count("n", n, low=100)
     generator = _source(generator)
     drawn = []
     for share, low, high in ((470, 0.0, 15.0), (20, 0.0, 60.0), (10, -10.0, 0.0)):

@@ -24,7 +24,7 @@ from ritz.optim import Lookahead
 from ritz.training import _files, _weights
 from ritz.training._cuda_graph import CapturedStep, is_captured
 from ritz.training._data import Feed, own_rows
-from ritz.training._files import Checkpoint, Folder, Log, Record
+from ritz.training._files import Checkpoint, Folder, Log, Record, current_names
 from ritz.training._optimizers import (
     average_plan,
     make_average,
@@ -437,8 +437,8 @@ class Run:
         group = self.optimizer.param_groups[0]
         # The rate of SpectralSGD is measured, and lr is a factor on it.
         rate = float(group["lr"]) * (group.get("rate") or 1.0)
-        record: Record = {"kind": "epoch", "epoch": number, "step": state.step, "rate": rate}
-        record |= means
+        record: Record = {"kind": "epoch", "epoch": number, "step": state.step}
+        record |= {"learning_rate": rate} | means
         if config.damping != "constant":
             record["damping"] = self._curvature.damping.values()[0]
         if config.schedule_unit == "epoch":
@@ -687,7 +687,7 @@ class Run:
             settings=self.state.settings,
             finished=saved.finished and over,
             log_bytes=0 if self.log is None else saved.log_bytes,
-            records=[each for each in saved.records if over or each["kind"] != "final"],
+            records=[r for r in map(current_names, saved.records) if over or r["kind"] != "final"],
         )
         if saved.step:  # prevents the warning that the schedule is stepped before the optimiser
             self.optimizer._opt_called = True

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range, plain_fields
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, unwrapped
 from ritz._core.params import parameters
 from ritz._core.registry import suggest
@@ -95,6 +95,7 @@ class CurvatureMonitor:
     writer: Writer | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         for name in ("every", "max_products", "num_steps", "num_runs", "num_vectors"):
             check_count(name, getattr(self, name))
         check_choice("unit", self.unit, get_args(Unit))

@@ -44,9 +44,9 @@ class TrainingResult:
 
     Attributes:
         history: Logged quantities by name. Each is a float64 tensor ``(num_epochs,)``, with NaN
-            for epochs in which it was not measured. Names: ``rate`` (the learning rate),
-            ``train_loss``, ``train_accuracy``, ``validation_loss``, ``average_validation_loss``
-            and so on; for text also ``train_perplexity`` and so on.
+            for epochs in which it was not measured. Names: ``learning_rate``, ``train_loss``,
+            ``train_accuracy``, ``validation_loss``, ``average_validation_loss`` and so on; for text
+            also ``train_perplexity`` and so on.
         metrics: The last value of each quantity, including those measured at the end of the run.
         num_epochs: Completed epochs.
         num_steps: Completed steps.

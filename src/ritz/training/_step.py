@@ -299,7 +299,7 @@ def evaluate(
             for 5.
     """
     if top_k is not None:
-        check_count("top_k", top_k)
+        top_k = check_count("top_k", top_k)
     adapter = Adapter(model, loss_fn, forward)
     wanted = getattr(batches, "consecutive", False) if carry_state is None else carry_state
     carried, totals = carried_state(adapter, wanted=wanted), None

@@ -15,7 +15,14 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ritz._core.checks import MAX_SEED, check_choice, check_count, check_positive, is_below
+from ritz._core.checks import (
+    MAX_SEED,
+    as_plain,
+    check_choice,
+    check_count,
+    check_positive,
+    is_below,
+)
 from ritz._core.distributed import world_size
 from ritz._core.progress import Progress
 from ritz._core.registry import suggest
@@ -221,13 +228,14 @@ def check_grid(
             raise TypeError(f"grid must have a list of values of {name}, got {values!r}")
         if not values:
             raise ValueError(f"grid must have at least one value of {name}, got none")
+        values = [as_plain(value) for value in values]
         for place, value in enumerate(values):
             _check_plain(name, value)
             # 1 and True are equal, and not the same.
             if any(value == each and isinstance(value, bool) == isinstance(each, bool)
                    for each in values[:place]):  # fmt: skip
                 raise ValueError(f"grid must have each value of {name} once, got {value} twice")
-        checked[name] = list(values)
+        checked[name] = values
     return checked
 
 
@@ -269,6 +277,7 @@ def _check_plain(name: str, value: Any) -> None:
 
 def check_seeds(seeds: int | Sequence[int], first: int) -> list[int]:
     """Return the seeds of a sweep: so many from ``first`` on, or those of a list."""
+    seeds = as_plain(seeds)
     if isinstance(seeds, int) and not isinstance(seeds, bool):
         check_count("seeds", seeds)
         return list(range(first, first + seeds))
@@ -282,7 +291,7 @@ def check_seeds(seeds: int | Sequence[int], first: int) -> list[int]:
         check_count("seeds", seed, low=0, high=MAX_SEED)
         if seed in seeds[:place]:
             raise ValueError(f"seeds must differ, got {seed} twice")
-    return list(seeds)
+    return list(map(int, seeds))
 
 
 @final
@@ -511,7 +520,7 @@ def run_plan(
         metric: As for :func:`sweep`.
         progress: As for :func:`sweep`.
     """
-    check_count("max_jobs", max_jobs)
+    max_jobs = check_count("max_jobs", max_jobs)
     tasks = {point.name: point for point in plan.points}
     found = run_tasks(train, tasks, max_jobs=max_jobs, is_over=partial(_is_over, metric),
                       progress=progress)  # fmt: skip

@@ -29,8 +29,6 @@ def write_scalars(writer: Writer, record: Mapping[str, Any], count: int) -> None
 
 def _tag(name: str) -> str:
     """Return the tag of a metric. Tools group metrics by the part before the slash."""
-    if name == "rate":
-        return "learning_rate"
     # average_test_top5_accuracy is top5_accuracy of average_test.
     return re.sub(r"^((?:average_)?(?:train|validation|test))_", r"\1/", name)
 

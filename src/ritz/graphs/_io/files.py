@@ -233,7 +233,7 @@ def read(
     if isinstance(weights, str) and not markup:
         raise ValueError(f"weights may name an attribute in GML and GraphML, got {weights!r}")
     if num_nodes is not None:
-        check_count("num_nodes", num_nodes, high=MAX_NODES)
+        num_nodes = check_count("num_nodes", num_nodes, high=MAX_NODES)
     if num_nodes is not None and markup:
         raise ValueError(f"num_nodes cannot be used with {kind}, which declares each vertex")
     if errors == "report" and kind not in ("edges", "mtx"):

@@ -14,7 +14,7 @@ from typing import Any, Literal, final, get_args
 import torch
 from torch import Tensor, nn
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range, plain_fields
 from ritz._core.distributed import world_size
 from ritz.curvature._shared import (
     CONVOLUTIONS,
@@ -66,6 +66,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         choices: dict[str, Any] = {"kind": Kind, "fisher": KFACKind, "damping": DampingMethod}
         choices |= {"weight_sharing": WeightSharing, "basis": Basis}
         choices |= {"precision": ProductPrecision} if self.precision is not None else {}

@@ -147,9 +147,9 @@ def logdet(
     """
     op = as_operator(op)
     check_choice("method", method, tuple(_METHODS))
-    check_count("num_products", num_products, low=10)
+    num_products = check_count("num_products", num_products, low=10)
     if num_probes is not None:
-        check_count("num_probes", num_probes, low=2, high=num_products // 2)
+        num_probes = check_count("num_probes", num_probes, low=2, high=num_products // 2)
     if rtol is not None:
         check_range("rtol", rtol, low=0.0)
     if floor is not None and not (math.isfinite(floor) and floor > 0):

@@ -123,7 +123,7 @@ def trace_function(
     op = as_operator(op)
     check_choice("method", method, get_args(TraceFunctionMethod))
     n = op.shape[0]
-    check_count("num_steps", num_steps, high=n)
+    num_steps = check_count("num_steps", num_steps, high=n)
     check_floor(floor)
     function = elementwise(function)
     check_choice("reorthogonalize", reorthogonalize, get_args(Reorthogonalization))

@@ -365,13 +365,13 @@ class _Goal:
         discs: tuple[float, float] | None = None,
     ) -> None:
         n, eps = op.shape[0], torch.finfo(op.dtype).eps
-        check_count("largest", largest, low=0, high=n)
-        check_count("smallest", smallest, low=0, high=n - largest)
+        largest = check_count("largest", largest, low=0, high=n)
+        smallest = check_count("smallest", smallest, low=0, high=n - largest)
         self.largest, self.smallest, self.wanted = largest, smallest, largest + smallest
         if not self.wanted:
             raise ValueError("largest or smallest must be at least 1, got 0 for both")
         self.max_steps = max(2000, 200 * self.wanted) if max_steps is None else max_steps
-        check_count("max_steps", self.max_steps)
+        self.max_steps = check_count("max_steps", self.max_steps)
         self.rtol = eps**0.5 if rtol is None else rtol
         check_range("rtol", self.rtol, low=eps, high=1.0)
         check_choice("certify", certify, get_args(Certificate))
@@ -387,7 +387,7 @@ class _Goal:
             least = TUNING.long_basis if small else TUNING.short_basis
             max_vectors = max(2 * self.wanted + 4, least) if mode == "full" else self.max_steps
         else:
-            check_count("max_vectors", max_vectors, low=self.wanted + 2)
+            max_vectors = check_count("max_vectors", max_vectors, low=self.wanted + 2)
         self.max_vectors = min(max_vectors, self.max_steps, n)
         self.restarts = self.max_vectors < min(self.max_steps, n)
         if self.restarts and mode != "full":

@@ -150,8 +150,9 @@ def lanczos(
 
     Raises:
         ValueError: The products contain NaN or Inf, are not those of a symmetric matrix, or change
-            from call to call; the run detects all three at no cost. Or the state belongs to other
-            settings or to another operator.
+            from call to call; the run detects all three at no cost. It cannot detect a change by a
+            multiple of the identity, which :func:`ritz.testing.check_operator` finds with a
+            repeated product. Or the state belongs to other settings or to another operator.
 
     Reference: Algorithm 7 and section 4.4 of *Spectral Machine Learning*; Simon (1984) for partial
     re-orthogonalisation.
@@ -163,7 +164,7 @@ def lanczos(
         (torch.Size([30]), 1.0)
     """
     op = as_operator(op)
-    _check_settings(op, num_steps, vectors, reorthogonalize)
+    num_steps = _check_settings(op, num_steps, vectors, reorthogonalize)
     check_choice("placement", placement, get_args(Placement))
     generator = resolve_generator(generator)
     settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "placement": placement}
@@ -213,8 +214,8 @@ def lanczos_block(
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     op = as_operator(op)
-    _check_settings(op, num_steps, vectors, reorthogonalize)
-    check_count("num_probes", num_probes)
+    num_steps = _check_settings(op, num_steps, vectors, reorthogonalize)
+    num_probes = check_count("num_probes", num_probes)
     if against is not None:
         _check_against(op, against, reorthogonalize)
     generator = resolve_generator(generator)
@@ -308,11 +309,11 @@ def _check_against(op: LinearOperator, against: Tensor, mode: Reorthogonalizatio
 
 def _check_settings(
     op: LinearOperator, num_steps: int, vectors: bool, mode: Reorthogonalization
-) -> None:
+) -> int:
     check_choice("reorthogonalize", mode, get_args(Reorthogonalization))
-    check_count("num_steps", num_steps, high=op.shape[0])
     if vectors and mode == "none":
         raise ValueError("vectors need a basis, which reorthogonalize='none' does not keep")
+    return check_count("num_steps", num_steps, high=op.shape[0])
 
 
 # ------------------------------------------------------------------------------------------

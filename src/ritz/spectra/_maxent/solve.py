@@ -189,7 +189,7 @@ def maxent(
     """
     vectors, deviations, support, change = _read(moments, basis, interval, stderr)
     check_range("atol", atol, low=0.0)
-    check_count("max_steps", max_steps)
+    max_steps = check_count("max_steps", max_steps)
     raw = torch.atleast_2d(vectors)
     m = raw.shape[1] - 1
     targets = (raw @ change.T)[:, 1:]
