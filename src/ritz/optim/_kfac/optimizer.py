@@ -38,16 +38,17 @@ class KFAC(Optimizer):
             optimizer.step()
 
     The loss must be the mean over the samples of a step, as in gradient accumulation with the loss
-    divided by the number of batches. Batches with backward passes of their own add up, also with
-    :class:`~torch.nn.parallel.DistributedDataParallel`. Calls of a layer on
-    as many samples with one backward pass are of the same samples, as in a siamese network, and
-    count as positions of them.
-    Several processes average their factors and share out the inverses. The damping of a layer is
-    that of the group of its first parameter. Known layers are linear
-    layers, convolutions, embeddings (with their exact diagonal :math:`A`) and affine norms (the
-    exact block of each feature). Any other layer, and one that shares a parameter with another, has
-    the plain gradient; a warning says so once, and ``plain`` lists them. Frozen parameters are left
-    out. FSDP2 is not supported.
+    divided by the number of batches. Each forward pass has one backward pass; put any other, such
+    as that of a gradient penalty, into :meth:`paused`. Batches with backward passes of their own
+    add up, also with :class:`~torch.nn.parallel.DistributedDataParallel`. Calls of a layer on equal
+    numbers of samples with one backward pass are of the same samples, as in a siamese network, and
+    count as positions of them. Several processes average their factors and share out the inverses.
+
+    Known layers are linear layers, convolutions, embeddings (with their exact diagonal :math:`A`)
+    and affine norms (the exact block of each feature). Any other layer, and one that shares a
+    parameter with another, has the plain gradient; a warning says so once, and ``plain`` lists
+    them. The damping of a layer is that of the group of its first parameter. Frozen parameters are
+    left out. FSDP2 is not supported.
 
     Cost: every ``factor_every`` steps two products per layer, every ``inverse_every`` steps its
     inverses, and in every step two products with the gradient (four for ``damping="exact"`` and

@@ -175,6 +175,8 @@ class Curvature:
         """
         groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         for group in self.optimizer.param_groups:
+            if "delta" not in group:
+                raise ValueError("parameter groups must be added before KFACPreconditioner is made")
             check_setting("delta", group["delta"], zero=False)
         deltas = {block: float(groups[block.anchor]["delta"]) for block in self.blocks}
         # Averages first: the first step has inverses of its own factors.
