@@ -38,6 +38,10 @@ class NotConvergedError(RuntimeError):
     """A tolerance was not reached. The message says how large the error is and what to change."""
 
 
+class AsymmetryError(ValueError):
+    """Products are not those of a symmetric matrix, be it a mistake or roundoff."""
+
+
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:

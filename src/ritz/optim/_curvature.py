@@ -146,8 +146,11 @@ def own_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]
     known = {id(p) for p in named.values()}
     if any(id(p) not in known for p in parameters(optimizer)):
         raise ValueError(f"all parameters of {kind} must be those of the model of risk, got others")
-    if any(p.dtype != risk.space.dtype for p in chosen.values()):
-        raise ValueError(f"{kind} needs a risk in the dtype of its parameters, got {risk}")
+    if dtypes := {p.dtype for p in chosen.values()} - {risk.space.dtype}:
+        raise ValueError(
+            f"{kind} needs a risk in the dtype of its parameters, float32 or float64, got "
+            f"{risk.space.dtype} for parameters in {dtypes.pop()}"
+        )
     # The others are constants: this is the block of the chosen rows and columns.
     if len(chosen) < len(risk.space.shapes):
         risk = risk.on(list(chosen))
@@ -174,6 +177,15 @@ def require_curvature(optimizer: Optimizer, known: bool) -> None:
             "optimizer.update_curvature(ritz.Risk(model, loss_fn, [batch])), as ritz.training.fit "
             "does"
         )
+
+
+def require_measurement(optimizer: Optimizer, known: bool, error: Exception) -> None:
+    """Raise after a measurement that failed by roundoff, unless there is an earlier one to keep."""
+    if not known:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot measure a curvature below its own roundoff, as of "
+            "a loss near zero: use float64"
+        ) from error
 
 
 def descend(

@@ -39,6 +39,9 @@ class Tuning:
     poor: float = 0.25
     good: float = 0.75
     factor: float = 1.5
+    # Differences of losses of an MLP, of 24 to 1,024 samples, are off by at most 2.4 eps of the
+    # loss. Smaller reductions than this say nothing about the model.
+    resolution: float = 10.0
     # Probes of shrinkage and variance: the damping is a hyper-parameter that is searched in factors
     # of two or more, and 16 probes give it to some 20 %.
     num_probes: int = 16
@@ -49,8 +52,20 @@ class Tuning:
 TUNING = Tuning()
 
 
-def levenberg_marquardt(delta: float, ratio: float) -> float:
+def reduction_ratio(before: Risk, after: Risk, promised: float) -> float | None:
+    """Return the actual over the predicted reduction of a loss; ``None`` if roundoff hides it."""
+    if math.isnan(promised):
+        return -math.inf  # a gradient or a product has overflowed
+    loss = before.loss()
+    if abs(promised) <= TUNING.resolution * torch.finfo(before.space.dtype).eps * abs(loss):
+        return None
+    return (loss - finite_loss(after)) / promised if promised > 0 else -math.inf
+
+
+def levenberg_marquardt(delta: float, ratio: float | None) -> float:
     """Return the next damping, given the actual over the predicted reduction of the loss."""
+    if ratio is None:
+        return delta
     # NaN, as of a loss that has overflowed, is a poor step.
     if not ratio >= TUNING.poor:
         return delta * TUNING.factor
@@ -175,7 +190,7 @@ class Damping:
             yield  # Hessian-free optimisation adapts its damping by itself
             return
         start, _ = own_risk(self.optimizer, risk)
-        loss, gradient = start.loss(), start.gradient()
+        gradient = start.gradient()
         yield
         if not all(bool(p.isfinite().all()) for p in parameters(self.optimizer)):
             return  # the run has diverged, which the next loss shows
@@ -186,7 +201,7 @@ class Damping:
         self._op = op
         # The model promises -(g'u + u'Gu / 2).
         promised = -float(gradient.double() @ update.double() + 0.5 * (update @ (op @ update)))
-        ratio = (loss - finite_loss(end)) / promised if promised > 0 else -math.inf
+        ratio = reduction_ratio(start, end, promised)
         for group in self.optimizer.param_groups:
             self._set(group, levenberg_marquardt(float(group["delta"]), ratio))
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ritz._core.checks import check_choice, check_count
-from ritz._core.params import check_setting
+from ritz._core.params import check_setting, parameters
+from ritz._core.results import AsymmetryError
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import DeflatedOperator, LinearOperator
 from ritz.optim._curvature import (
@@ -20,6 +21,7 @@ from ritz.optim._curvature import (
     is_refresh_due,
     own_gradients,
     require_curvature,
+    require_measurement,
     settings_of_group,
 )
 from ritz.spectra import lanczos
@@ -44,7 +46,8 @@ class LanczosNewton(Optimizer):
     momentum :math:`\rho` the bracket is added to a buffer, :math:`b \leftarrow \rho b + [\cdot]`.
 
     The pairs are measured every ``interval`` steps by :meth:`update_curvature`, which
-    :func:`ritz.training.fit` calls; see :class:`CurvatureOptimizer` for your own loop.
+    :func:`ritz.training.fit` calls; see :class:`CurvatureOptimizer` for your own loop. The last
+    pairs stay where roundoff exceeds the curvature, as near a loss of zero in float32.
 
     ============  ===============================================================================
     ``start``     start vector of a refresh
@@ -137,7 +140,11 @@ class LanczosNewton(Optimizer):
         """
         op, params, generator = self._subject.refresh(self, risk)
         count = min(self.param_groups[0]["num_steps"], op.shape[0])
-        values, vectors = ritz_pairs(op, count, self._start(op, params), generator)
+        try:
+            values, vectors = ritz_pairs(op, count, self._start(op, params), generator)
+        except AsymmetryError as error:
+            require_measurement(self, all("basis" in self.state[p] for p in params.values()), error)
+            return
         place = 0
         # Stored by parameter, so that state_dict() and a move to another device treat it as
         # torch treats the momentum.
@@ -166,15 +173,17 @@ class LanczosNewton(Optimizer):
         \delta))` do not cancel, but their sum with :math:`1/\delta` would for tiny :math:`\delta`.
         """
         group = self.param_groups[0]
-        # A parameter without a gradient adds nothing to U'g, and does not move.
-        rows = {p: self.state[p]["basis"].flatten(1) for p in grads}
-        rest = {p: grad.detach().flatten().clone() for p, grad in grads.items()}
+        held = [p for p in parameters(self) if "basis" in self.state.get(p, {})]
+        rows = {p: self.state[p]["basis"].flatten(1) for p in held}
+        # A parameter without a gradient does not move. It has zeros here, since the basis is
+        # orthonormal over all parameters together.
+        rest = {p: grads.get(p, torch.zeros_like(p)).detach().flatten().clone() for p in held}
         inside: Any = 0.0
         # Twice is enough: what roundoff leaves of g in the span would be divided by delta.
         for _ in range(2):
-            part: Any = sum(rows[p] @ rest[p] for p in grads)
+            part: Any = sum(rows[p] @ rest[p] for p in held)
             inside = inside + part
-            for p in grads:
+            for p in held:
                 rest[p] -= part @ rows[p]
         # 1 / (eta |lambda| + delta) inside the span and 1 / delta beside it: the bracket without
         # the difference of large numbers in its printed form.

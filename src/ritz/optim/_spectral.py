@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ritz._core.checks import check_count, check_type
 from ritz._core.params import check_setting
+from ritz._core.results import AsymmetryError
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature import (
@@ -21,6 +22,7 @@ from ritz.optim._curvature import (
     is_refresh_due,
     own_gradients,
     require_curvature,
+    require_measurement,
     settings_of_group,
 )
 from ritz.spectra import Spectrum, lanczos
@@ -79,7 +81,8 @@ def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRat
 
     The smallest Ritz values of a network are so near zero that :math:`\rho` would be 1. So the Ritz
     value that carries more than half of the spectral mass is dropped, and then every value that is
-    not positive. The result says what was dropped.
+    not positive. The result says what was dropped. The largest is not dropped: steps without
+    regard to it would diverge.
 
     Args:
         spectrum: Result of :func:`ritz.lanczos`.
@@ -90,6 +93,7 @@ def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRat
     """
     # The weights of a Lanczos run add up to one: at most one of them is above one half.
     heavy = spectrum.weights > DROPPED_MASS
+    heavy[-1] = False  # values ascend
     values = spectrum.values[~heavy]
     positive = values[values > spectrum.roundoff]
     if not len(positive):
@@ -121,8 +125,8 @@ class SpectralSGD(Optimizer):
 
     with :math:`\alpha` and :math:`\rho` of :func:`spectral_rates`, from a short Lanczos run every
     ``interval`` steps, and the factor :math:`s` of a schedule. The present values are
-    ``group["rate"]``, ``group["momentum"]`` and ``rates``. If nothing positive is left of a
-    spectrum, the last values stay.
+    ``group["rate"]``, ``group["momentum"]`` and ``rates``. The last values stay if a spectrum has
+    nothing positive, or where roundoff exceeds the curvature, as near a loss of zero in float32.
 
     Args:
         params: Parameters or groups of them.
@@ -135,7 +139,8 @@ class SpectralSGD(Optimizer):
         seed: Seed of the start vectors.
 
     Attributes:
-        rates: The :class:`SpectralRates` of the last measurement; ``None`` before it.
+        rates: The :class:`SpectralRates` of the last measurement; ``None`` before it, and after
+            loading a state.
 
     Reference: Granziol, *Spectral Machine Learning*, section 4.3.2.
     """
@@ -196,17 +201,21 @@ class SpectralSGD(Optimizer):
         op, _, generator = self._subject.refresh(self, risk)
         first = self.param_groups[0]
         steps = min(first["num_steps"], op.shape[0])
-        spectrum = lanczos(op, num_steps=steps, generator=generator)
-        # Far from a minimum a spectrum may have nothing positive. The rates of a better place are
-        # then a better guess than none; before the first there is no guess.
         try:
-            self.rates = spectral_rates(spectrum, nesterov=first["nesterov"])
+            spectrum = lanczos(op, num_steps=steps, generator=generator)
+        except AsymmetryError as error:
+            require_measurement(self, first["rate"] is not None, error)
+            return
+        # Far from a minimum a spectrum may have nothing positive. The learning rate of a better
+        # place is then a better guess than none; before the first there is no guess.
+        try:
+            self.rates = rates = spectral_rates(spectrum, nesterov=first["nesterov"])
         except ValueError:
             if first["rate"] is None:
                 raise
-        if (rates := self.rates) is not None:
-            for group in self.param_groups:
-                group["rate"], group["momentum"] = rates.rate, rates.momentum
+            return
+        for group in self.param_groups:
+            group["rate"], group["momentum"] = rates.rate, rates.momentum
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
