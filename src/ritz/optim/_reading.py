@@ -15,6 +15,9 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature import own_risk
 
+# Names of optimisers whose weight decay is not a term of the gradient.
+DECOUPLED = ("AdamW", "Adafactor", "Muon")
+
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,9 +190,7 @@ class StepReader:
             part, place = slice(place, place + p.numel()), place + p.numel()
             factor = float(group[p].get("weight_decay", 0.0))
             if decoupled(self.optimizer, group[p]):
-                # The learning rate of SpectralSGD is a factor on a measured one.
-                rate = float(group[p]["lr"]) * (group[p].get("rate") or 1.0)
-                decay[part] = -rate * factor * before[part]
+                decay[part] = -learning_rate(group[p]) * factor * before[part]
             else:
                 coupled[part] = factor * before[part]
         reading = read_step(
@@ -216,14 +217,23 @@ def _joined(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
+def learning_rate(group: dict[str, Any]) -> float:
+    """Return the learning rate of a group, 0 if it has none yet."""
+    # The lr of SpectralSGD is a factor on the rate that it measures, None at first.
+    return float(group.get("lr", 0.0)) * (group.get("rate", 1.0) or 0.0)
+
+
 def decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return whether weight decay is applied beside the gradient."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner  # inside Lookahead
     if isinstance(optimizer, SGD):  # also with noise, in this package
         return False
-    # torch.optim.SGD and Adagrad add an L2 term; the optimisers of this package never do.
-    return type(optimizer).__module__.startswith("ritz.") or "AdamW" in type(optimizer).__name__
+    # torch.optim.RMSprop and Adagrad add an L2 term; the other optimisers of this package never do.
+    kind = type(optimizer)
+    return kind.__module__.startswith("ritz.") or any(name in kind.__name__ for name in DECOUPLED)
 
 
 def _split_decay(reading: StepReading, coupled: Tensor) -> StepReading:
