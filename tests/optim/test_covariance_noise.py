@@ -374,3 +374,8 @@ def test_a_copy_of_noisy_sgd_refuses_steps_without_noise():
     fresh.load_state_dict(optimizer.state_dict())
     fresh.noise.backward(batch)
     fresh.step()
+
+
+def test_noisy_sgd_takes_a_model_and_not_its_parameters():
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got generator"):
+        NoisySGD(NETWORKS["mlp"]().parameters())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range, check_type
 from ritz._core.modes import unwrapped
 from ritz._core.params import check_optimizer, parameters
 from ritz.curvature._shared import (
@@ -332,6 +332,7 @@ class NoisySGD(SGD):
         nesterov: bool = False,
         **noise: Any,
     ) -> None:
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         trainable = [p for p in model.parameters() if p.requires_grad]
         super().__init__(
             trainable, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov

@@ -21,7 +21,7 @@ from ritz._core.training_config import DampingRule
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance, shrinkage
-from ritz.optim._curvature import finite_loss, own_risk
+from ritz.optim._curvature import finite_loss, optimizer_risk
 from ritz.spectra import lanczos, trace
 
 RULES = get_args(DampingRule)
@@ -169,7 +169,7 @@ class Damping:
             if risk is None:
                 raise ValueError(f"step() needs a risk for rule={self.rule!r}, got None")
             measure = shrinkage_damping if self.rule == "shrinkage" else noise_damping
-            own, _ = own_risk(self.optimizer, risk)
+            own, _ = optimizer_risk(self.optimizer, risk)
             # 1/b = 1/B - 1/N; a batch of all samples has no noise.
             inverse = max(0.0, 1 / (self.batch_size or 1) - 1 / (self.num_samples or math.inf))
             unit = measure(own, inverse, matrix=self.matrix, seed=self.seed)
@@ -189,12 +189,12 @@ class Damping:
         if self.rule != "adaptive" or getattr(self.optimizer, "adapts_damping", False):
             yield  # Hessian-free optimisation adapts its damping by itself
             return
-        start, _ = own_risk(self.optimizer, risk)
+        start, _ = optimizer_risk(self.optimizer, risk)
         gradient = start.gradient()
         yield
         if not all(bool(p.isfinite().all()) for p in parameters(self.optimizer)):
             return  # the run has diverged, which the next loss shows
-        end, _ = own_risk(self.optimizer, start)
+        end, _ = optimizer_risk(self.optimizer, start)
         update = end.theta - start.theta
         known = self._op is not None and not start.mismatch(self._op.risk)
         op = self._op.at(start) if known and self._op else curvature_operator(start, self.matrix)
@@ -247,7 +247,7 @@ def shrinkage_damping(
                          f"of the {matrix}: use matrix='ggn'")  # fmt: skip
     parts = shrinkage(risk, batch_sizes=[1], matrix=matrix, **probes)
     noise = size * float(parts.variance.mean) * inverse
-    # A distance that is lost in its own error counts as that error.
+    # A distance below its standard error counts as that error.
     signal = max(float(parts.signal.mean), float(parts.signal.stderr))
     # beta = d^2 / (d^2 + e^2), so (1 - beta) / beta = e^2 / d^2.
     return mean * noise / signal

@@ -107,7 +107,7 @@ def edge(optimizer: Optimizer, risk: Risk) -> Edge | None:
 
 
 def update_settings(optimizer: Optimizer, name: str = "") -> tuple[str, float, float]:
-    """Return which update of :func:`ritz.advise` an optimiser makes, its momentum and its rate.
+    """Return the update of :func:`ritz.advise` that an optimiser makes, momentum and learning rate.
 
     Args:
         optimizer: The optimiser.

@@ -15,10 +15,10 @@ from ritz._core.results import AsymmetryError
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import ShiftedOperator
 from ritz.optim._curvature import (
-    Subject,
+    TracedMatrix,
     evaluate,
-    own_gradients,
-    own_risk,
+    optimizer_gradients,
+    optimizer_risk,
     require_curvature,
     settings_of_group,
 )
@@ -106,7 +106,7 @@ class HessianFree(Optimizer):
         super().__init__(params, settings | {"ratio": None, "num_iterations": 0})
 
     def _forget(self) -> None:
-        self._subject = Subject()
+        self._traced = TracedMatrix()
         self._op: CurvatureOperator | None = None
         self._params: dict[str, Tensor] = {}
 
@@ -145,14 +145,14 @@ class HessianFree(Optimizer):
         Args:
             risk: Loss on the curvature batch, which also measures :math:`\rho`.
         """
-        risk, self._params = own_risk(self, risk)
-        self._op = self._subject.operator(risk, self.param_groups[0]["matrix"])
+        risk, self._params = optimizer_risk(self, risk)
+        self._op = self._traced.operator(risk, self.param_groups[0]["matrix"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of ``closure`` if there is one."""
         loss = evaluate(closure)
-        grads = own_gradients(self)
+        grads = optimizer_gradients(self)
         if not grads:
             return loss
         op, group = self._op, self.param_groups[0]

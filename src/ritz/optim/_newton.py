@@ -14,12 +14,12 @@ from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import DeflatedOperator, LinearOperator
 from ritz.optim._curvature import (
     NewtonMatrix,
-    Subject,
+    TracedMatrix,
     check_matrix,
     descend,
     evaluate,
     is_refresh_due,
-    own_gradients,
+    optimizer_gradients,
     require_curvature,
     require_measurement,
     settings_of_group,
@@ -54,13 +54,13 @@ class LanczosNewton(Optimizer):
     ============  ===============================================================================
     ``basis``     the last Ritz vectors, weighted by :math:`|\lambda_i|`, and random at first: the
                   sharp directions change slowly, and the run finds them again in fewer steps
-    ``gradient``  the gradient on the curvature batch, for one gradient more: the step for this
-                  gradient is then exact long before the pairs have converged (the run is one of
-                  conjugate gradients), while those for other gradients are as good as any
+    ``gradient``  the gradient on the curvature batch, which costs one gradient: the step for this
+                  gradient is accurate long before the pairs have converged, as in conjugate
+                  gradients; steps for other gradients gain nothing
     ``random``    a Gaussian vector
     ============  ===============================================================================
 
-    Cost of a refresh: :math:`k` products, and about two gradients for what they share. A step reads
+    Cost of a refresh: :math:`k` products, and about two gradients to prepare them. A step reads
     the basis four times. Memory: :math:`k` vectors, and as many again during a refresh. The basis
     is in ``state``, so that a resumed run takes the same steps.
 
@@ -98,7 +98,7 @@ class LanczosNewton(Optimizer):
         start: Start = "basis",
         seed: int = 0,
     ) -> None:
-        self._subject = Subject()
+        self._traced = TracedMatrix()
         settings: dict[str, Any] = {"lr": lr, "delta": delta, "eta": eta, "num_steps": num_steps}
         settings |= {"interval": interval, "matrix": matrix, "momentum": momentum}
         settings |= {"weight_decay": weight_decay, "start": start, "seed": seed}
@@ -120,7 +120,7 @@ class LanczosNewton(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._subject = Subject()
+        self._traced = TracedMatrix()
         for entry in self.state.values():
             if "basis" in entry:
                 # Tensors of a file may lie anywhere in memory, and sums over vectors are rounded
@@ -138,7 +138,7 @@ class LanczosNewton(Optimizer):
         Args:
             risk: Loss on the curvature batch.
         """
-        op, params, generator = self._subject.refresh(self, risk)
+        op, params, generator = self._traced.refresh(self, risk)
         count = min(self.param_groups[0]["num_steps"], op.shape[0])
         try:
             values, vectors = ritz_pairs(op, count, self._start(op, params), generator)
@@ -160,7 +160,7 @@ class LanczosNewton(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of ``closure`` if there is one."""
         loss = evaluate(closure)
-        grads = own_gradients(self)
+        grads = optimizer_gradients(self)
         require_curvature(self, all("basis" in self.state[p] for p in grads))
         if grads:
             self._move(self._directions(grads))
@@ -173,17 +173,17 @@ class LanczosNewton(Optimizer):
         \delta))` do not cancel, but their sum with :math:`1/\delta` would for tiny :math:`\delta`.
         """
         group = self.param_groups[0]
-        held = [p for p in parameters(self) if "basis" in self.state.get(p, {})]
-        rows = {p: self.state[p]["basis"].flatten(1) for p in held}
+        params = [p for p in parameters(self) if "basis" in self.state.get(p, {})]
+        rows = {p: self.state[p]["basis"].flatten(1) for p in params}
         # A parameter without a gradient does not move. It has zeros here, since the basis is
         # orthonormal over all parameters together.
-        rest = {p: grads.get(p, torch.zeros_like(p)).detach().flatten().clone() for p in held}
+        rest = {p: grads.get(p, torch.zeros_like(p)).detach().flatten().clone() for p in params}
         inside: Any = 0.0
         # Twice is enough: what roundoff leaves of g in the span would be divided by delta.
         for _ in range(2):
-            part: Any = sum(rows[p] @ rest[p] for p in held)
+            part: Any = sum(rows[p] @ rest[p] for p in params)
             inside = inside + part
-            for p in held:
+            for p in params:
                 rest[p] -= part @ rows[p]
         # 1 / (eta |lambda| + delta) inside the span and 1 / delta beside it: the bracket without
         # the difference of large numbers in its printed form.

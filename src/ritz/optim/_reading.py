@@ -1,4 +1,4 @@
-"""Reading a step: its gradient, update, decay and effective rates along eigenvectors."""
+"""Reading a step: its gradient, update, decay and effective learning rates along eigenvectors."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from ritz._core.checks import check_finite, check_tensor
 from ritz._core.params import check_optimizer, parameters
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.optim._curvature import own_risk
+from ritz.optim._curvature import optimizer_risk
 
 # Names of optimisers whose weight decay is not a term of the gradient.
 DECOUPLED = ("AdamW", "Adafactor", "Muon")
@@ -32,9 +32,9 @@ class StepReading:
         rates: Effective learning rates :math:`-\text{update}_i / \text{gradient}_i`, ``(k,)``.
         flat_rate: Effective learning rate :math:`-\Delta_\perp^\top g_\perp / \|g_\perp\|^2`, from
             the parts of update and gradient that are orthogonal to all eigenvectors.
-        curvature_ratio: Estimated-curvature ratio :math:`R`: ``flat_rate`` over the rate along the
-            eigenvector of the largest eigenvalue. 1 for SGD; :math:`(\lambda_1 + \delta)/\delta`
-            for a damped Newton step.
+        curvature_ratio: Estimated-curvature ratio :math:`R`: ``flat_rate`` over the learning rate
+            along the eigenvector of the largest eigenvalue. 1 for SGD;
+            :math:`(\lambda_1 + \delta)/\delta` for a damped Newton step.
         turn: :math:`u_i^\top (\hat w_{t+1} - \hat w_t)` of the directions :math:`\hat w = w/\|w\|`,
             ``(k,)``: the part of the step that a network invariant to the scale of
             :math:`w` responds to.
@@ -98,7 +98,7 @@ def read_step(
     inside = {name: vectors.T @ vector for name, vector in along.items()}
     # The parts beside the eigenvectors.
     g, d = (along[name] - vectors @ inside[name] for name in ("gradient", "update"))
-    # Beside the eigenvectors there is one rate, that of least squares: alpha = -d'g / g'g.
+    # Beside the eigenvectors there is one learning rate, that of least squares: alpha = -d'g / g'g.
     square = float(g.double().square().sum())
     flat = -float(d.double() @ g.double()) / square if square else math.nan
     parts = {name: part.double().cpu() for name, part in inside.items()}
@@ -132,10 +132,10 @@ class StepReader:
                 pairs = ritz.eigenpairs(ritz.hessian(risk), largest=10)
                 print(reader.read(risk, pairs.values, pairs.vectors))
 
-    The rates are those of the gradient of this step: momentum mixes earlier gradients into them.
-    Weight decay is split off. Decoupled, it is :math:`-\alpha\gamma w`; an L2 term goes through the
-    preconditioner with the gradient, so its part is the share of :math:`\gamma u_i^\top w` in
-    :math:`u_i^\top (g + \gamma w)`.
+    The learning rates are the update over the gradient of this step; with momentum, the update has
+    earlier gradients in it. Weight decay is split off. If it is decoupled, it is
+    :math:`-\alpha\gamma w`. An L2 term goes through the preconditioner with the gradient, so it has
+    the share of :math:`\gamma u_i^\top w` in :math:`u_i^\top (g + \gamma w)` of the update.
 
     Args:
         optimizer: Any optimiser; a hook is registered with it.
@@ -177,7 +177,7 @@ class StepReader:
             values: Eigenvalues, ``(k,)``, ascending.
             vectors: Eigenvectors as columns, ``(P, k)``.
         """
-        risk, params = own_risk(self.optimizer, risk)
+        risk, params = optimizer_risk(self.optimizer, risk)
         if any(p not in self.before or p.grad is None for p in params.values()):
             return None
         group = {p: group for group in self.optimizer.param_groups for p in group["params"]}

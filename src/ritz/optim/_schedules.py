@@ -184,7 +184,7 @@ class GroupSchedule:
         for group, shape in zip(self.optimizer.param_groups, shapes, strict=True):
             setting = group.get(self.key)
             if isinstance(setting, bool) or not isinstance(setting, int | float | Tensor):
-                numbers = [name for name, held in group.items() if type(held) in (int, float)]
+                numbers = [name for name, number in group.items() if type(number) in (int, float)]
                 names = ", ".join(numbers)
                 raise ValueError(f"key must be a numeric setting ({names}), got {self.key!r}")
             initial = setting.clone() if isinstance(setting, Tensor) else setting

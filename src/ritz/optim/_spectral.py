@@ -15,12 +15,12 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature import (
     NewtonMatrix,
-    Subject,
+    TracedMatrix,
     check_matrix,
     descend,
     evaluate,
     is_refresh_due,
-    own_gradients,
+    optimizer_gradients,
     require_curvature,
     require_measurement,
     settings_of_group,
@@ -29,7 +29,7 @@ from ritz.spectra import Spectrum, lanczos
 
 # A Ritz value with more of the mass is the bulk at zero: Spectral Machine Learning, section 4.3.2.
 DROPPED_MASS = 0.5
-# One spectrum gives the rates of all groups.
+# One spectrum gives learning rate and momentum of all groups.
 SHARED = ("interval", "num_steps", "nesterov", "matrix", "seed")
 # What is measured. It is no default of the optimiser, or torch's cyclic schedulers would replace
 # the measured momentum by theirs.
@@ -61,13 +61,13 @@ class SpectralRates:
         dropped = [f"bulk of mass {self.dropped_mass:.2g}"] if self.dropped_mass else []
         dropped += [f"{self.num_negative} not positive"] if self.num_negative else []
         return (
-            f"rate {self.rate:.4g}, momentum {self.momentum:.4g} for eigenvalues from "
+            f"learning rate {self.rate:.4g}, momentum {self.momentum:.4g} for eigenvalues from "
             f"{self.lambda_min:.4g} to {self.lambda_max:.4g}"
         ) + (f" (dropped: {', '.join(dropped)})" if dropped else "")
 
 
 def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRates:
-    r"""Return the rate and momentum that are optimal for the eigenvalues of a Lanczos run.
+    r"""Return the learning rate and momentum that are optimal for the eigenvalues of a Lanczos run.
 
     .. math::
         \text{Polyak: } \alpha = \Big(\frac{2}{\sqrt{\lambda_1} + \sqrt{\lambda_P}}\Big)^2, \;
@@ -157,7 +157,7 @@ class SpectralSGD(Optimizer):
         weight_decay: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self._subject, self.rates = Subject(), None
+        self._traced, self.rates = TracedMatrix(), None
         settings: dict[str, Any] = {
             "lr": lr,
             "interval": interval,
@@ -185,7 +185,7 @@ class SpectralSGD(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._subject, self.rates = Subject(), None
+        self._traced, self.rates = TracedMatrix(), None
 
     def curvature_due(self, step: int) -> bool:
         """Return whether the spectrum is to be measured before a step; see the protocol."""
@@ -198,7 +198,7 @@ class SpectralSGD(Optimizer):
         Args:
             risk: Loss on the curvature batch.
         """
-        op, _, generator = self._subject.refresh(self, risk)
+        op, _, generator = self._traced.refresh(self, risk)
         first = self.param_groups[0]
         steps = min(first["num_steps"], op.shape[0])
         try:
@@ -221,7 +221,7 @@ class SpectralSGD(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of ``closure`` if there is one."""
         loss = evaluate(closure)
-        grads = own_gradients(self)
+        grads = optimizer_gradients(self)
         require_curvature(self, not grads or self.param_groups[0]["rate"] is not None)
         for group in self.param_groups:
             for p in group["params"]:

@@ -62,7 +62,8 @@ class KFAC(Optimizer):
         lr: Learning rate :math:`\alpha`.
         delta: Damping :math:`\delta`, which a :class:`~ritz.optim.GroupSchedule` may change. Along
             directions without curvature the learning rate is :math:`\alpha / \delta`: a ratio
-            of 1 is a good start, and a larger damping allows a larger rate.
+            of 1 is a good start, and a larger damping allows a larger
+            learning rate.
         params: Parameters of the model or groups of them. Defaults to all that require a gradient.
         momentum: Momentum :math:`\rho`.
         weight_decay: Decay :math:`\lambda`.
@@ -111,8 +112,7 @@ class KFAC(Optimizer):
     ) -> None:
         settings = checked_settings(options)
         self.kl_clip = _checked_clip(kl_clip)
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
         defaults = {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ritz._core.checks import check_type
 from ritz._core.distributed import all_sum, broadcast, rank, world_size
 from ritz._core.modes import arithmetic, unwrapped
 from ritz._core.params import check_optimizer, check_setting, parameters
@@ -76,8 +77,7 @@ class Curvature:
         self, optimizer: Optimizer, model: nn.Module, settings: Settings, scaler: Any = None
     ) -> None:
         check_optimizer(optimizer)
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         self.optimizer, self.settings = optimizer, settings
         self.steps, self._observed = 0, 0
         self.blocks, self.plain = _find_blocks(unwrapped(model), optimizer, settings)
