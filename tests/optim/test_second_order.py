@@ -224,11 +224,13 @@ def test_a_step_of_length_zero_leaves_the_damping(matrix, cause):
     cross_entropy(model(batch[0]), batch[1]).backward()
     if cause == "no gradient":
         optimizer.zero_grad(set_to_none=False)
+        optimizer.param_groups[0]["num_iterations"] = 9  # of an earlier step
 
     optimizer.step()
 
     assert optimizer.param_groups[0]["delta"] == 0.5
     assert optimizer.param_groups[0]["ratio"] is None
+    assert bool(optimizer.param_groups[0]["num_iterations"]) == (cause == "no rate")
 
 
 def test_reductions_below_the_roundoff_of_the_loss_leave_the_damping():

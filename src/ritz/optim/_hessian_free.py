@@ -64,10 +64,11 @@ class HessianFree(Optimizer):
     the last :math:`x` as a start.
 
     :meth:`update_curvature` has to be called before every step, at the weights of the step;
-    :func:`ritz.training.fit` does. Cost of a step: one product per iteration and two more, and two
-    losses. Memory: seven vectors, with ``hessian`` that many and ``max_steps`` more. The present
-    :math:`\delta` and :math:`\rho` are ``group["delta"]`` and ``group["ratio"]`` (``None`` if it is
-    not known), the iterations of the last step ``group["num_iterations"]``.
+    :func:`ritz.training.fit` does. Cost of a step: one product per iteration, with ``ggn`` three
+    more, and two losses if the damping is adapted. Memory: seven vectors, with ``hessian`` also
+    ``max_steps`` more. The present :math:`\delta` and :math:`\rho` are ``group["delta"]`` and
+    ``group["ratio"]`` (``None`` if it is not known), the iterations of the last step
+    ``group["num_iterations"]``.
 
     Args:
         params: Parameters or groups of them. ``weight_decay`` may differ between groups, and
@@ -200,6 +201,7 @@ class HessianFree(Optimizer):
     ) -> tuple[Tensor, Tensor]:
         """Return the step and its quadratic form with the matrix without damping."""
         group = self.param_groups[0]
+        self._count(0)
         total = gradient.sum()
         if not bool(gradient.any()) or not bool(total.isfinite()):
             # No step; or NaN in the weights, as other optimisers of torch leave it after such a

@@ -61,7 +61,7 @@ class LanczosNewton(Optimizer):
     ============  ===============================================================================
 
     Cost of a refresh: :math:`k` products, and about two gradients to prepare them. A step reads
-    the basis four times. Memory: :math:`k` vectors, and as many again during a refresh. The basis
+    the basis five times. Memory: :math:`k` vectors, and as many again during a refresh. The basis
     is in ``state``, so that a resumed run takes the same steps.
 
     Args:

@@ -143,7 +143,7 @@ class Schedule(LRScheduler):
 
 @final
 class GroupSchedule:
-    """Scheduler of any setting of an optimiser: its initial value times a shape.
+    """Scheduler of any real-valued setting of an optimiser: its initial value times a shape.
 
     Use it for a damping ``delta``, a weight decay or a momentum. It has the interface of a torch
     scheduler, and may stand in a ``ChainedScheduler``. The initial value is stored in the group as
