@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -22,6 +23,7 @@ from ritz.curvature._shared import (
     scale_of_step,
     step_generator,
 )
+from ritz.optim._kfac import curvature_of
 
 STEP = "noise_step"  # in the first group of the optimiser: steps taken
 ROOT = "noise_"  # names of saved roots in the state of a parameter begin with it
@@ -116,7 +118,8 @@ class CovarianceNoise:
         self.optimizer, self.kind, self.small, self.until = optimizer, kind, small, until
         self.momentum, self.sigma, self.temperature, self.seed = momentum, sigma, temperature, seed
         self._adapter = Adapter(model, loss_fn, forward)
-        self._step = StepNoise(Adapter(unwrapped(model), loss_fn, forward), kind=kind, seed=seed)
+        bare = Adapter(unwrapped(model), loss_fn, forward)
+        self._step = StepNoise(bare, kind=kind, seed=seed, beside=self._beside)
         held = set(parameters(optimizer))
         self._named = {name: p for name, p in self._step.params.items() if p in held}
         if not self._named:
@@ -227,6 +230,11 @@ class CovarianceNoise:
         many = isinstance(excess, Tensor)
         factor = excess.clamp_min(0).sqrt() if many else math.sqrt(max(0.0, excess))
         self._noise = {p: noise[name].mul_(factor) for name, p in self._named.items()}
+
+    def _beside(self) -> AbstractContextManager[None]:
+        # The curvature of K-FAC is that of the loss, without the passes of the noise.
+        curvature = curvature_of(self.optimizer)
+        return nullcontext() if curvature is None else curvature.paused()
 
     # --------------------------------------------------------------------------------------
     # Hooks.
