@@ -58,7 +58,8 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     # Without dropout, so that training minimises the loss whose curvature is measured.
     "vgg16": ("vgg16", {"dropout": 0.0}),
 }
-PREDICTIONS = ("subspace", "directional", "additive", "multiplicative")
+# The first is what `advise` uses; goals are judged on it.
+PREDICTIONS = ("best", "subspace", "directional", "additive", "multiplicative")
 QUANTITIES = ("value", "spread", "overlap")
 ROWS = 2 + len(PREDICTIONS)  # measured, its errors, and the predictions
 # Goals: largest deviations of the mean. Each holds from its batch size on.
@@ -103,7 +104,7 @@ class Config:
     num_training: int | None = None
     epochs: tuple[int, ...] = (1, 10)
     batch_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048)
-    num_batches: tuple[int, ...] = (20, 20, 10, 10, 5)
+    num_batches: tuple[int, ...] = (200, 60, 20, 10, 5)
     matrices: tuple[str, ...] = MATRICES
     shown: int = 128
     num_steps: int = 80
@@ -181,7 +182,7 @@ class Result(StudyResult[Config]):
     Attributes:
         measured: Value, spread and overlap of drawn batches, ``(3, n, e, s, m, S)``.
         errors: Standard errors of these, same shape.
-        predicted: Value, spread and overlap of each prediction, ``(4, 3, n, e, s, m, S)``.
+        predicted: Value, spread and overlap of each prediction, ``(5, 3, n, e, s, m, S)``.
         lambda_max: Largest eigenvalue of all data, ``(n, e, s, m)``.
         along: :math:`V(\varphi_1)`, same shape.
         variance: :math:`P \sigma^2`, same shape.
@@ -410,12 +411,12 @@ def _heading(result: Result) -> list[str]:
         f"a prediction costs {result.cost:.0f} products with the whole matrix",
         f"{'':10}{'batch':>7}{'measured':>10}"
         + "".join(f"{name:>16}" for name in PREDICTIONS)
-        + f"{'overlap':>10}{'predicted':>11}{'spread':>9}{'predicted':>11}",
+        + f"{'overlap':>10}{'predicted':>11}{'spread':>16}{'predicted':>11}",
     ]
 
 
 def deviations(result: Result) -> tuple[Tensor, Tensor]:
-    """Return relative deviations of the mean, ``(4, n, S)``, and their standard errors ``(n, S)``.
+    """Return relative deviations of the mean, ``(5, n, S)``, and their standard errors ``(n, S)``.
 
     Values are divided by the largest eigenvalue of all data, and then averaged over epochs, seeds
     and matrices.
@@ -435,6 +436,9 @@ def _table(result: Result) -> list[str]:
     deviation, error = deviations(result)
     mean = result.measured.mean((2, 3, 4))  # (3, n, S)
     predicted = result.predicted[0].mean((2, 3, 4))
+    # Relative standard errors of the spreads; both matrices have the same batches.
+    runs = result.errors.shape[2] * result.errors.shape[3]
+    doubt = result.errors[1].square().mean(3).sum((1, 2)).sqrt() / runs / mean[1]
     for i, name in enumerate(c.networks):
         for k, size in enumerate(c.batch_sizes):
             cells = [_percent(deviation[p, i, k], error[i, k])
@@ -443,7 +447,7 @@ def _table(result: Result) -> list[str]:
                 f"{name if k == 0 else '':10}{size:>7,}{mean[0, i, k]:>10.3g}"
                 + "".join(f"{cell:>16}" for cell in cells)
                 + f"{mean[2, i, k]:>10.2f}{predicted[2, i, k]:>11.2f}"
-                + f"{mean[1, i, k]:>9.3g}{predicted[1, i, k]:>11.3g}"
+                + f"{mean[1, i, k]:>8.3g} ± {doubt[i, k]:<5.0%}{predicted[1, i, k]:>11.3g}"
             )
     return lines
 
@@ -475,7 +479,7 @@ def _verdicts(result: Result) -> list[str]:
         ),
     }
     for title, met in checks.items():
-        lines.append(f"subspace, {title}: {int(met.sum())} of {met.numel()}")
+        lines.append(f"{PREDICTIONS[0]}, {title}: {int(met.sum())} of {met.numel()}")
     lines.append(f"trust, as all networks are within {TRUSTED:.0%}:")
     for name, shown in zip(PREDICTIONS, deviation, strict=True):
         # A model that does not apply to one of the networks is not within anything.
@@ -565,7 +569,7 @@ def _draw_curves(axis: Any, result: Result, i: int, quantity: int) -> None:
 def _draw_densities(axis: Any, pair: Mapping[str, Spectrum], size: int) -> None:
     """Draw the spectral densities of all data and of a batch in one panel."""
     # Colours of their own: the one legend of the figure also names the predictions.
-    axis.set_prop_cycle(color=["black", style.STYLE.palette[4]])
+    axis.set_prop_cycle(color=["black", style.STYLE.palette[5]])
     for name, label in (("all data", "all data"), ("a batch", f"a batch of {size:,}")):
         plots.density(pair[name], ax=axis, log=True)
         # Without the width of the smoothing, which is another one in each panel.
