@@ -259,3 +259,18 @@ def test_a_gauss_newton_matrix_that_is_zero_warns():
         UserWarning, match="linear in the outputs, so the Gauss-Newton matrix is zero"
     ):
         ggn(risk)
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 14.0, 30.0])
+@pytest.mark.parametrize("loss_fn", [CE, BCE])
+def test_the_matrix_of_certain_outputs_keeps_its_digits_in_float32(loss_fn, sharpness):
+    # 1 - p has no digits left in float32 if it is computed as such.
+    outputs = sharpness * torch.tensor([[1.0, 0.0, 0.1], [0.2, 1.0, 0.0]])
+    target = torch.tensor([0, 1]) if loss_fn is CE else torch.ones(2, 3)
+    tangent = torch.tensor([[0.7, -0.4, 1.3], [0.5, 2.0, -0.6]])
+    known = known_loss(loss_fn)
+
+    found = known.hessian(outputs, target, tangent)
+
+    exact = known.hessian(outputs.double(), target, tangent.double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)

@@ -29,6 +29,19 @@ def case(*shape):
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_products_of_nearly_certain_labels_keep_their_digits_in_float32():
+    outputs, labels, tangent = (each[:3] for each in case(5, 40))
+    labels = labels.clamp_min(0)
+    outputs = outputs.scatter(1, labels[:, None], 20.0).float()
+    tangent = tangent.float()
+
+    found = chunked_hessian(outputs, labels, tangent, -100, 0.0)
+
+    exact = chunked_hessian(outputs.double(), labels, tangent.double(), -100, 0.0)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=0)
+
+
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("shape", [(5, 40), (3, 40, 7), (2, 40, 3, 3), (9, 4)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_value_and_derivatives_are_those_of_torch(shape, smoothing):

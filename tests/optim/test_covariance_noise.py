@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam
 
 from ritz.curvature import _noise_step
 from ritz.models import GhostBatchNorm2d
-from ritz.optim import CovarianceNoise, IterateAverage, Lookahead, NoisySGD
+from ritz.optim import KFAC, CovarianceNoise, IterateAverage, Lookahead, NoisySGD
 
 CROSS_ENTROPY = nn.functional.cross_entropy
 SMALL = 32
@@ -374,3 +374,21 @@ def test_a_copy_of_noisy_sgd_refuses_steps_without_noise():
     fresh.load_state_dict(optimizer.state_dict())
     fresh.noise.backward(batch)
     fresh.step()
+
+
+def test_noisy_sgd_takes_a_model_and_not_its_parameters():
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got generator"):
+        NoisySGD(NETWORKS["mlp"]().parameters())
+
+
+@pytest.mark.parametrize("kind", ["full", "centred", "true", "diagonal"])
+def test_passes_of_the_noise_leave_the_curvature_of_kfac(kind):
+    factors = []
+    # Noise of ``isotropic`` needs no pass.
+    for each in ("isotropic", kind):
+        model = NETWORKS["mlp"]()
+        optimizer = KFAC(model, lr=0.01)
+        train(model, optimizer, CovarianceNoise(optimizer, model, kind=each, small=SMALL), 1)
+        factors.append([block.average for block in optimizer.curvature.blocks])
+    for plain, beside in zip(*factors, strict=True):
+        torch.testing.assert_close(plain, beside)

@@ -134,6 +134,15 @@ def test_adaptive_damping_rises_after_a_step_that_raises_the_loss():
     assert optimizer.param_groups[0]["delta"] == pytest.approx(1.5e-8)
 
 
+def test_adaptive_damping_stays_after_a_step_that_was_skipped():
+    model, data = logistic()
+    optimizer = optimizer_of(model, delta=0.3)
+    damping = Damping(optimizer, "adaptive")
+    with damping.measured(Risk(model, cross_entropy, [data])):
+        pass  # as a gradient scaler does after an overflow
+    assert optimizer.param_groups[0]["delta"] == 0.3
+
+
 @pytest.mark.parametrize("ratio", [float("nan"), float("-inf"), 0.1])
 def test_a_poor_or_undefined_reduction_raises_the_damping(ratio):
     assert _damping.levenberg_marquardt(1.0, ratio) == 1.5

@@ -162,3 +162,9 @@ def mixed(model):
 def test_optimisers_without_a_known_edge_have_none(make):
     model = Quadratic()
     assert edge(make(model), risk_of(model)) is None
+
+
+def test_steps_of_length_zero_have_no_edge():
+    model = Quadratic()
+    assert edge(torch.optim.SGD(model.parameters(), lr=0.0), risk_of(model)) is None
+    assert edge(ritz.optim.SpectralSGD(model.parameters()), risk_of(model)) is None

@@ -1,5 +1,7 @@
 """What K-FAC captures in the passes of a model, and what it leaves out."""
 
+import weakref
+
 import pytest
 import torch
 from optim.kfac_cases import (
@@ -32,18 +34,60 @@ def test_evaluation_and_no_grad_capture_nothing():
 
 
 def test_inputs_are_released_by_the_backward_pass():
-    import weakref
-
     model = built(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
-    KFAC_ = KFAC(model)
-    x = noise(5, 3)
-    loss = cross_entropy(model(x), labels(3, 5))
+    optimizer = KFAC(model)
+    # The memory of a tensor that is made from an array keeps the array.
+    array = noise(5, 3).numpy()
+    memory = weakref.ref(array)
+    loss = cross_entropy(model(torch.from_numpy(array)), labels(3, 5))
+    del array
+
     loss.backward()
-    gone = weakref.ref(x)
-    del x
-    assert gone() is None
-    assert KFAC_.curvature.capturing
+
+    assert memory() is None
+    assert optimizer.curvature.capturing
     assert loss.grad_fn is not None  # the graph is still there
+
+
+@pytest.mark.parametrize("kind", ["kfac", "ekfac"])
+@pytest.mark.parametrize("first", ["backward", "grad"])
+def test_a_second_backward_pass_through_one_graph_is_refused(kind, first):
+    model = built(small_network)
+    KFAC(model, kind=kind)
+    loss = cross_entropy(model(noise(5, 3)), labels(3, 5))
+    if first == "backward":
+        loss.backward(retain_graph=True)
+    else:
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+
+    with pytest.raises(RuntimeError, match=r"second backward pass .* at layer '2': call backward"):
+        loss.backward()
+
+
+def test_a_paused_pass_through_the_graph_of_the_step_leaves_its_curvature():
+    factors = []
+    for penalty in (False, True):
+        model, x = built(small_network), noise(5, 3).requires_grad_()
+        optimizer = KFAC(model)
+        loss = cross_entropy(model(x), labels(3, 5))
+        if penalty:
+            with optimizer.paused():
+                torch.autograd.grad(loss, x, create_graph=True)
+        loss.backward()
+        optimizer.step()
+        factors.append(curvature(optimizer)["0"].average)
+    torch.testing.assert_close(*factors)
+
+
+@pytest.mark.parametrize("fisher", ["ggn", "monte_carlo"])
+def test_outputs_are_observed_once_for_each_forward_pass(fisher):
+    model = built(small_network)
+    optimizer = KFAC(model, fisher=fisher)
+    outputs, target = model(noise(5, 3)), labels(3, 5)
+    optimizer.observe(outputs, target, cross_entropy)
+
+    with pytest.raises(RuntimeError, match="call it once for each forward pass"):
+        optimizer.observe(outputs, target, cross_entropy)
 
 
 def test_in_place_activations_after_a_layer_are_seen_before_them():

@@ -249,6 +249,16 @@ def test_misuse_is_explained():
         optimizer.step()
 
 
+def test_groups_are_complete_before_the_preconditioner():
+    model = built(small_network)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    KFACPreconditioner(optimizer, model)
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    cross_entropy(model(noise(5, 3)), labels(3, 5)).backward()
+    with pytest.raises(ValueError, match="must be added before KFACPreconditioner is made"):
+        optimizer.step()
+
+
 def test_an_input_that_is_overwritten_is_named():
     model = built(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
     optimizer = KFAC(model, fisher="ggn")

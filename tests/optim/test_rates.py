@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ritz
-from ritz.optim import effective_rates, scale_invariant_weights, weight_norms
+from ritz.optim import SpectralSGD, effective_rates, scale_invariant_weights, weight_norms
 
 
 class Net(nn.Module):
@@ -114,6 +114,15 @@ def test_effective_rate_is_the_learning_rate_of_the_direction(net):
     again = effective_rates(net, optimizer, ["conv.weight", "linear.weight"])
     assert again["conv.weight"] == pytest.approx(found["conv.weight"] / 9)
     assert again["linear.weight"] == math.inf
+
+
+def test_effective_rate_of_spectral_sgd_has_the_measured_factor(net, images):
+    optimizer = SpectralSGD(net.parameters(), lr=0.5)
+    assert effective_rates(net, optimizer, ["conv.weight"]) == {"conv.weight": 0.0}
+    optimizer.param_groups[0]["rate"] = 0.4  # as a measurement sets it
+    square = float(net.conv.weight.detach().square().sum())
+    found = effective_rates(net, optimizer, ["conv.weight"])
+    assert found["conv.weight"] == pytest.approx(0.2 / square)
 
 
 def test_step_rotates_a_scale_invariant_weight_by_the_effective_rate(rng):

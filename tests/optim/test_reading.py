@@ -6,7 +6,7 @@ from optim.second_order_cases import network, samples, weights
 from torch.nn.functional import cross_entropy
 
 from ritz.curvature import Risk, hessian
-from ritz.optim import DampedAdamW, LanczosNewton, SpectralSGD, StepReader, read_step
+from ritz.optim import DampedAdamW, LanczosNewton, Lookahead, SpectralSGD, StepReader, read_step
 
 
 def taken(make, *, decay=0.0):
@@ -111,3 +111,30 @@ def test_a_reading_prints_its_table_and_checks_its_vectors():
     with pytest.raises(ValueError, match="gradient"):
         read_step(torch.ones(1), torch.eye(3)[:, :1], gradient=torch.ones(2),
                   before=torch.ones(3), after=torch.ones(3))  # fmt: skip
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("kind", ["RMSprop", "SGD", "AdamW", "Adafactor"])
+def test_decay_of_a_wrapped_optimiser_is_split_off_as_that_of_the_optimiser(kind, lookahead):
+    model, batch, parts = network(), samples(), []
+    for decay in (0.0, 0.5):
+        model = network()
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, weight_decay=decay)
+        optimizer = Lookahead(optimizer) if lookahead else optimizer
+        reader, before = StepReader(optimizer), weights(model)
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        basis = torch.eye(len(before), dtype=torch.float64)[:, :3]
+        risk = Risk(model, cross_entropy, [batch])
+        reading = reader.read(risk, torch.arange(3.0).double(), basis)
+        parts.append((reading, basis.T @ before, basis.T @ (weights(model) - before)))
+    (plain, *_), (reading, before, moved) = parts
+
+    torch.testing.assert_close(reading.update + reading.decay, moved)
+    torch.testing.assert_close(reading.gradient, plain.gradient)
+    if kind in ("AdamW", "Adafactor"):
+        torch.testing.assert_close(reading.decay, -0.1 * 0.5 * before)
+    else:
+        # An L2 term has its share of the gradient in the update.
+        share = 0.5 * before / (reading.gradient + 0.5 * before)
+        torch.testing.assert_close(reading.decay, share * moved)

@@ -199,6 +199,21 @@ def test_group_schedule_sets_a_tensor_in_place():
     assert float(held) == 1.0
 
 
+def test_group_schedule_takes_groups_that_are_added_later():
+    layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    adam = DampedAdamW(layers[0].parameters(), delta=0.1)
+    schedule = GroupSchedule(adam, step_decay([1], factor=0.5), key="delta")
+    adam.add_param_group({"params": list(layers[1].parameters()), "delta": 0.4})
+
+    schedule.step()
+
+    assert schedule.get_last_values() == [0.05, 0.2]
+    several = GroupSchedule(adam, [warmup(2), warmup(2)], key="weight_decay")
+    adam.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ValueError, match="shape must be a function or one for each of 3 groups"):
+        several.step()
+
+
 @pytest.mark.parametrize("key", ["amsgrad", "betas", "params", "damping"])
 def test_group_schedule_raises_for_a_setting_that_is_not_a_number(key):
     with pytest.raises(ValueError, match=f"numeric setting .lr, eps, weight_decay.*got '{key}'"):

@@ -1,18 +1,20 @@
 """Second-order optimisers on problems whose steps are known."""
 
 import math
+import sys
 
 import pytest
 import torch
 from optim.second_order_cases import network, samples, steps, weights
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
+from ritz._core.results import AsymmetryError
 from ritz.curvature import Risk, ggn, hessian
 from ritz.operators import DenseOperator
 from ritz.optim import HessianFree, LanczosNewton, SpectralSGD, spectral_rates
 from ritz.optim._hessian_free import MartensStop
-from ritz.spectra import lanczos
+from ritz.spectra import NotPositiveDefiniteError, lanczos
 
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
@@ -212,6 +214,108 @@ def test_martens_rule_stops_when_ten_steps_gain_little():
     assert forms([-0.1 * i for i in range(1, 60)]) is None  # still falling
 
 
+@pytest.mark.parametrize("matrix", ["ggn", "hessian"])
+@pytest.mark.parametrize("cause", ["no gradient", "no rate"])
+def test_a_step_of_length_zero_leaves_the_damping(matrix, cause):
+    model, batch = network(), samples()
+    rate = 0.0 if cause == "no rate" else 1.0
+    optimizer = HessianFree(model.parameters(), rate, delta=0.5, matrix=matrix)
+    optimizer.update_curvature(Risk(model, cross_entropy, [batch]))
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    if cause == "no gradient":
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.param_groups[0]["num_iterations"] = 9  # of an earlier step
+
+    optimizer.step()
+
+    assert optimizer.param_groups[0]["delta"] == 0.5
+    assert optimizer.param_groups[0]["ratio"] is None
+    assert bool(optimizer.param_groups[0]["num_iterations"]) == (cause == "no rate")
+
+
+def test_reductions_below_the_roundoff_of_the_loss_leave_the_damping():
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(4, 1)
+    batch = (torch.randn(50, 4, generator=generator), torch.randn(50, 1, generator=generator))
+    optimizer = HessianFree(model.parameters(), delta=1.0)
+    steps(optimizer, model, batch, count=5, loss_fn=mse_loss)
+    delta = optimizer.param_groups[0]["delta"]
+
+    # The minimum is reached, and the loss there is not zero.
+    steps(optimizer, model, batch, count=10, loss_fn=mse_loss)
+
+    assert optimizer.param_groups[0]["delta"] == delta
+
+
+def test_learning_rates_that_differ_cannot_adapt_the_damping():
+    model, batch = network(), samples()
+    groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
+    optimizer = HessianFree(groups)
+    optimizer.param_groups[1]["lr"] = 0.5  # as a schedule of each group sets it
+
+    with pytest.raises(ValueError, match=r"lr must be the same in all groups with adapt=True"):
+        steps(optimizer, model, batch, count=1)
+
+
+# ------------------------------------------------------------------------------------------
+# Losses so near zero that roundoff exceeds their curvature.
+
+
+CONVERGED = {
+    "LanczosNewton": (LanczosNewton, {"delta": 0.02, "num_steps": 6, "interval": 2}),
+    "HessianFree": (HessianFree, {"delta": 0.5}),
+    "HessianFree hessian": (HessianFree, {"delta": 0.5, "max_steps": 20, "matrix": "hessian"}),
+    "SpectralSGD": (SpectralSGD, {"interval": 3, "num_steps": 6}),
+}
+
+
+def wide():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+@pytest.mark.parametrize("name", CONVERGED)
+def test_training_goes_on_where_roundoff_exceeds_the_curvature(name):
+    kind, settings = CONVERGED[name]
+    model, batch = wide(), samples(dtype=torch.float32)
+    optimizer = kind(model.parameters(), **settings)
+    steps(optimizer, model, batch, count=60)
+    with torch.no_grad():
+        model[2].weight *= 8  # all outputs are certain, so the loss has no digits left
+        model[2].bias *= 8
+
+    losses = steps(optimizer, model, batch, count=12)
+
+    assert losses[0] < 1e-5
+    assert losses[-1] <= losses[0]
+
+
+@pytest.mark.parametrize("kind", [LanczosNewton, SpectralSGD])
+def test_a_first_measurement_below_roundoff_is_one_clear_error(kind, monkeypatch):
+    def fail(*args, **kwargs):
+        raise AsymmetryError("op must be symmetric")
+
+    monkeypatch.setattr(sys.modules[kind.__module__], "lanczos", fail)
+    model, batch = network(), samples()
+    optimizer = kind(model.parameters())
+
+    with pytest.raises(ValueError, match=f"{kind.__name__} cannot measure a curvature below its"):
+        optimizer.update_curvature(Risk(model, cross_entropy, [batch]))
+
+
+def test_a_fixed_damping_below_roundoff_is_one_clear_error(monkeypatch):
+    def fail(*args, **kwargs):
+        raise NotPositiveDefiniteError("op must be positive definite")
+
+    monkeypatch.setattr(sys.modules[HessianFree.__module__], "solve", fail)
+    model, batch = network(), samples()
+    optimizer = HessianFree(model.parameters(), delta=1e-9, adapt=False)
+
+    with pytest.raises(ValueError, match="delta must exceed the roundoff of the matrix, got 1e-09"):
+        steps(optimizer, model, batch, count=1)
+
+
 # ------------------------------------------------------------------------------------------
 # SpectralSGD.
 
@@ -279,6 +383,16 @@ def test_the_bulk_and_what_is_not_positive_are_dropped_and_said():
     kept = spectral_rates(spectrum_of([0.5, 1.0, 4.0], [0.4, 0.3, 0.3]))
     assert (kept.lambda_min, kept.dropped_mass, kept.num_negative) == (
         pytest.approx(0.5, rel=1e-5), 0.0, 0)  # fmt: skip
+
+
+def test_the_largest_value_counts_even_if_most_of_the_mass_is_there():
+    rates = spectral_rates(spectrum_of([0.1, 0.5, 4.0], [0.1, 0.2, 0.7]))
+    assert (rates.lambda_min, rates.lambda_max) == pytest.approx((0.1, 4.0), rel=1e-5)
+    assert rates.dropped_mass == 0
+    # All eigenvalues alike: one Ritz value, and one step to the minimum.
+    model = Quadratic([2.0] * 5)
+    advance(model, SpectralSGD(model.parameters(), num_steps=5))
+    torch.testing.assert_close(model.w.detach(), 0.5 * model.b)
 
 
 def test_one_value_that_is_left_has_no_momentum():

@@ -301,6 +301,28 @@ def test_hessian_free_needs_curvature_for_every_step():
         optimizer.step()
 
 
+@every
+def test_a_parameter_without_a_gradient_counts_as_one_with_a_gradient_of_zeros(name):
+    batch, moved = samples(), []
+    for empty in (True, False):
+        model, optimizer = twins(name, weight_decay=0.0)
+        before = weights(model)
+        optimizer.update_curvature(Risk(model, cross_entropy, [batch]))
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        model[0].bias.grad = None if empty else torch.zeros_like(model[0].bias)
+        optimizer.step()
+        moved.append(torch.cat([(weights(model) - before)[:20], (weights(model) - before)[25:]]))
+    torch.testing.assert_close(*moved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_precision_are_one_clear_error(dtype):
+    model, (inputs, labels) = network(dtype=dtype), samples()
+    optimizer = LanczosNewton(model.parameters())
+    with pytest.raises(ValueError, match=f"float32 or float64, got .* for parameters in {dtype}"):
+        optimizer.update_curvature(Risk(model, cross_entropy, [(inputs.to(dtype), labels)]))
+
+
 def test_a_parameter_without_curvature_is_one_clear_error():
     model, batch = network(), samples()
     model[0].requires_grad_(False)

@@ -115,11 +115,14 @@ def _curvature(
     for part in output_parts(gradient):
         g, t, w = gradient[part], tangent[part], weights[part]
         label = _classes(places_of(target, part), ignored)
+        # H 1 = 0. With a zero at the label nothing cancels where the label is nearly certain.
+        t = t - t.gather(1, label)
         # s = g't / w + q't
         s = (g * t).sum(1, keepdim=True) / torch.where(w == 0, 1, w)
-        s += (1 - smoothing) * t.gather(1, label) + smoothing * t.mean(1, keepdim=True)
+        if smoothing:
+            s += smoothing * t.mean(1, keepdim=True)
         # H t = g (t - s) + w q (t - s)
-        moved = t - s
+        moved = t.sub_(s)
         row = torch.mul(g, moved)
         row.scatter_add_(1, label, (1 - smoothing) * w * moved.gather(1, label))
         if smoothing:

@@ -39,6 +39,10 @@ class NotConvergedError(RuntimeError):
     """The tolerance was not reached. The message has the error, and what to change."""
 
 
+class AsymmetryError(ValueError):
+    """Products are not those of a symmetric matrix, be it a mistake or roundoff."""
+
+
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:

@@ -67,9 +67,10 @@ class KnownLoss:
             return tangent * self._second_derivative(outputs)
         if is_large(outputs, target):
             return chunked_hessian(outputs, target, tangent, self.ignore_index, self.smoothing)
-        # (diag(p) - p p') t, with p = softmax(f)
+        # (diag(p) - p p') t, with p = softmax(f). A multiple of the ones changes nothing; with a
+        # zero at the likeliest class nothing cancels if that is nearly certain.
         p = outputs.softmax(1)
-        mixed = p * tangent
+        mixed = p * (tangent - tangent.gather(1, p.argmax(1, keepdim=True)))
         product = mixed - p * mixed.sum(1, keepdim=True)
         return product * self.weights(target, outputs).unsqueeze(1)
 
@@ -96,7 +97,7 @@ class KnownLoss:
             return torch.full_like(outputs, 2 / outputs.numel())
         # p (1 - p), with p = sigmoid(f)
         p = outputs.sigmoid()
-        return p * (1 - p) / outputs.numel()
+        return p * outputs.neg().sigmoid() / outputs.numel()  # 1 - p, without cancellation
 
     def score(self, outputs: Tensor, target: Any, drawn: Tensor) -> Tensor:
         r"""Return :math:`s`, the gradient in the outputs at drawn labels, scaled by term.

@@ -7,7 +7,7 @@ outputs, which hooks record on the way.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -81,10 +81,18 @@ class StepNoise:
         adapter: Calls the model, without wrappers, and knows its loss.
         kind: A kind of :func:`noise_sample` that depends on the gradients of single samples.
         seed: Seed of all random numbers.
+        beside: Returns a context for the passes beside that of the loss.
     """
 
-    def __init__(self, adapter: Adapter, *, kind: str, seed: int) -> None:
-        self.adapter, self.kind, self.seed = adapter, kind, seed
+    def __init__(
+        self,
+        adapter: Adapter,
+        *,
+        kind: str,
+        seed: int,
+        beside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.adapter, self.kind, self.seed, self.beside = adapter, kind, seed, beside
         self.params = {k: p for k, p in adapter.model.named_parameters() if p.requires_grad}
         self.layers = dict(adapter.model.named_modules())
         self.device = next((p.device for p in self.params.values()), torch.device("cpu"))
@@ -135,13 +143,15 @@ class StepNoise:
         count = num_rows(batch)
         self._scaled |= isinstance(scale, Tensor)
         if self.kind in BY_GRADIENT:
-            self._pull_signed(outputs, target, scale, count)
+            with self.beside():
+                self._pull_signed(outputs, target, scale, count)
         loss.backward()
         if self.kind in BY_MOMENTS and self.fresh:
             if self._pass.calls:
                 self._add_moments(count, _unscaled(count, scale * share))
             else:
-                self._pass_again(batch, count, outputs)
+                with self.beside():
+                    self._pass_again(batch, count, outputs)
         self._rows += count
 
     def collect(self, mean: Callable[[str], Tensor]) -> tuple[Noise, int | Tensor]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range, check_type
 from ritz._core.modes import unwrapped
 from ritz._core.params import check_optimizer, parameters
 from ritz.curvature._shared import (
@@ -22,6 +23,7 @@ from ritz.curvature._shared import (
     scale_of_step,
     step_generator,
 )
+from ritz.optim._kfac import curvature_of
 
 STEP = "noise_step"  # in the first group of the optimiser: steps taken
 ROOT = "noise_"  # names of saved roots in the state of a parameter begin with it
@@ -116,7 +118,8 @@ class CovarianceNoise:
         self.optimizer, self.kind, self.small, self.until = optimizer, kind, small, until
         self.momentum, self.sigma, self.temperature, self.seed = momentum, sigma, temperature, seed
         self._adapter = Adapter(model, loss_fn, forward)
-        self._step = StepNoise(Adapter(unwrapped(model), loss_fn, forward), kind=kind, seed=seed)
+        bare = Adapter(unwrapped(model), loss_fn, forward)
+        self._step = StepNoise(bare, kind=kind, seed=seed, beside=self._beside)
         held = set(parameters(optimizer))
         self._named = {name: p for name, p in self._step.params.items() if p in held}
         if not self._named:
@@ -228,6 +231,11 @@ class CovarianceNoise:
         factor = excess.clamp_min(0).sqrt() if many else math.sqrt(max(0.0, excess))
         self._noise = {p: noise[name].mul_(factor) for name, p in self._named.items()}
 
+    def _beside(self) -> AbstractContextManager[None]:
+        # The curvature of K-FAC is that of the loss, without the passes of the noise.
+        curvature = curvature_of(self.optimizer)
+        return nullcontext() if curvature is None else curvature.paused()
+
     # --------------------------------------------------------------------------------------
     # Hooks.
 
@@ -332,6 +340,7 @@ class NoisySGD(SGD):
         nesterov: bool = False,
         **noise: Any,
     ) -> None:
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         trainable = [p for p in model.parameters() if p.requires_grad]
         super().__init__(
             trainable, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov

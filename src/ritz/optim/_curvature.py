@@ -57,7 +57,7 @@ class CurvatureOptimizer(Protocol):
 
 
 @final
-class Subject:
+class TracedMatrix:
     """The matrix of a model that an optimiser measures again and again, traced once.
 
     The trace is not part of the state of the optimiser: after loading, the model is traced again.
@@ -73,7 +73,7 @@ class Subject:
 
         The groups of the optimiser have ``matrix``, ``seed`` and ``num_refreshes``, which counts.
         """
-        risk, params = own_risk(optimizer, risk)
+        risk, params = optimizer_risk(optimizer, risk)
         first = optimizer.param_groups[0]
         number = first["num_refreshes"] + 1
         # The number is saved with the state: a resumed run draws what it would have drawn.
@@ -127,7 +127,7 @@ def settings_of_group(
     return complete
 
 
-def own_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]:
+def optimizer_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]:
     """Return the risk at the current weights in the parameters of an optimiser, and these by name.
 
     Frozen parameters, and those of other optimisers, are constants.
@@ -146,8 +146,11 @@ def own_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]
     known = {id(p) for p in named.values()}
     if any(id(p) not in known for p in parameters(optimizer)):
         raise ValueError(f"all parameters of {kind} must be those of the model of risk, got others")
-    if any(p.dtype != risk.space.dtype for p in chosen.values()):
-        raise ValueError(f"{kind} needs a risk in the dtype of its parameters, got {risk}")
+    if dtypes := {p.dtype for p in chosen.values()} - {risk.space.dtype}:
+        raise ValueError(
+            f"{kind} needs a risk in the dtype of its parameters, float32 or float64, got "
+            f"{risk.space.dtype} for parameters in {dtypes.pop()}"
+        )
     # The others are constants: this is the block of the chosen rows and columns.
     if len(chosen) < len(risk.space.shapes):
         risk = risk.on(list(chosen))
@@ -157,7 +160,7 @@ def own_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]
     return (risk if torch.equal(now, risk.theta) else risk.moved()), chosen
 
 
-def own_gradients(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+def optimizer_gradients(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     """Return the gradients of all parameters that have one; raise if they are sparse."""
     grads = {p: p.grad for p in parameters(optimizer) if p.grad is not None}
     if any(grad.is_sparse for grad in grads.values()):
@@ -174,6 +177,15 @@ def require_curvature(optimizer: Optimizer, known: bool) -> None:
             "optimizer.update_curvature(ritz.Risk(model, loss_fn, [batch])), as ritz.training.fit "
             "does"
         )
+
+
+def require_measurement(optimizer: Optimizer, known: bool, error: Exception) -> None:
+    """Raise after a measurement that failed by roundoff, unless there is an earlier one to keep."""
+    if not known:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot measure a curvature below its own roundoff, as of "
+            "a loss near zero: use float64"
+        ) from error
 
 
 def descend(

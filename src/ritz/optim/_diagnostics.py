@@ -17,6 +17,7 @@ from ritz._core.checks import check_range, check_real_floating, is_below
 from ritz._core.modes import evaluating
 from ritz._core.storage import storable
 from ritz.curvature._shared import layer_table
+from ritz.optim._reading import learning_rate
 
 # ------------------------------------------------------------------------------------------
 # Diversity of solutions: how much the averaged iterates disagree.
@@ -217,7 +218,7 @@ def effective_rates(
     weights = dict(model.named_parameters())
     # By identity: tensors compare element by element.
     rates = {
-        id(weight): float(group["lr"])
+        id(weight): learning_rate(group)
         for group in optimizer.param_groups
         for weight in group["params"]
     }

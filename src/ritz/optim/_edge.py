@@ -1,6 +1,5 @@
 """The edge of stability of an optimiser: the curvature above which its steps diverge."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from ritz.curvature import CurvatureOperator, Risk
 from ritz.measures import stable_rate
 from ritz.measures._shared import divisors, scaled_operator
 from ritz.optim._adaptive import DampedAdamW, Gadam, GadamX, Padam, PadamW
-from ritz.optim._reading import decoupled
+from ritz.optim._reading import decoupled, learning_rate
 from ritz.optim._spectral import SpectralSGD
 
 ADAPTIVE = (Adam, AdamW, Padam, PadamW, DampedAdamW, Gadam, GadamX)
@@ -97,6 +96,8 @@ def edge(optimizer: Optimizer, risk: Risk) -> Edge | None:
     if columns is None:
         return None
     squares, shift = columns
+    if not bool(squares.any()):
+        return None  # steps of length zero
     if adaptive:
         if not all(optimizer.state.get(p) for p in _chosen(optimizer, risk)):
             return None  # before the first step there is nothing to divide by
@@ -106,14 +107,14 @@ def edge(optimizer: Optimizer, risk: Risk) -> Edge | None:
 
 
 def update_settings(optimizer: Optimizer, name: str = "") -> tuple[str, float, float]:
-    """Return which update of :func:`ritz.advise` an optimiser makes, its momentum and its rate.
+    """Return the update of :func:`ritz.advise` that an optimiser makes, momentum and learning rate.
 
     Args:
         optimizer: The optimiser.
         name: Its registered name.
     """
     group = optimizer.param_groups[0]
-    rate = float(group.get("lr", math.nan))
+    rate = learning_rate(group)
     if "kfac" in name:
         return "kfac", float(group.get("momentum", 0.0)), rate
     if "betas" in group:
@@ -144,7 +145,7 @@ def _columns(optimizer: Optimizer, risk: Risk) -> tuple[Tensor, Tensor] | None:
         if p not in groups:
             return None  # a parameter that another optimiser trains
         group = groups[p]
-        rate = float(group["lr"]) * (group.get("rate") or 1.0)
+        rate = learning_rate(group)
         decay = float(group.get("weight_decay", 0.0))
         coupled = not decoupled(optimizer, group)
         betas, step = group.get("betas"), optimizer.state.get(p, {}).get("step")

@@ -11,19 +11,19 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ritz._core.checks import check_choice, check_count, check_range, check_type, is_below
 from ritz._core.params import check_setting
+from ritz._core.results import AsymmetryError
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import ShiftedOperator
 from ritz.optim._curvature import (
-    Subject,
+    TracedMatrix,
     evaluate,
-    finite_loss,
-    own_gradients,
-    own_risk,
+    optimizer_gradients,
+    optimizer_risk,
     require_curvature,
     settings_of_group,
 )
-from ritz.optim._damping import levenberg_marquardt
-from ritz.spectra import lanczos, solve
+from ritz.optim._damping import levenberg_marquardt, reduction_ratio
+from ritz.spectra import NotPositiveDefiniteError, lanczos, solve
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,13 @@ class HessianFree(Optimizer):
         (G + \delta I)\, x = -g, \qquad w \leftarrow (1 - \alpha\gamma)\, w + \alpha x, \qquad
         \rho = \frac{L(w) - L(w + \alpha x)}{-(\alpha g^\top x + \alpha^2 x^\top G x / 2)}
 
-    with the Gauss-Newton matrix :math:`G` of the curvature batch, from :math:`\beta` times the last
-    :math:`x` until more iterations gain little (Martens' rule) or the residual is at the root of
-    roundoff. Then :math:`\delta` becomes :math:`\frac32 \delta` for :math:`\rho < \frac14` and
-    :math:`\frac23 \delta` for :math:`\rho > \frac34` (Levenberg and Marquardt); the model in
-    :math:`\rho` is without damping.
+    with the Gauss-Newton matrix :math:`G` of the curvature batch. The iterations start from
+    :math:`\beta` times the last :math:`x` and stop when more of them gain little (Martens' rule),
+    or when the residual is the square root of machine precision. Then :math:`\delta` becomes
+    :math:`\frac32 \delta` for :math:`\rho < \frac14` and :math:`\frac23 \delta` for :math:`\rho >
+    \frac34` (Levenberg and Marquardt); the model in :math:`\rho` has no damping. A reduction that
+    roundoff of the loss hides leaves :math:`\delta` as it is. A system that roundoff makes
+    unsolvable raises it, without a step; with ``adapt=False`` it is an error.
 
     The absolute Hessian :math:`|H|` has no product that is cheaper than its eigenvectors. So
     ``matrix="hessian"`` runs Lanczos from :math:`g` instead, and the step is
@@ -62,14 +64,15 @@ class HessianFree(Optimizer):
     the last :math:`x` as a start.
 
     :meth:`update_curvature` has to be called before every step, at the weights of the step;
-    :func:`ritz.training.fit` does. Cost of a step: one product per iteration and two more, and two
-    losses. Memory: seven vectors, with ``hessian`` that many and ``max_steps`` more. The present
-    :math:`\delta` and :math:`\rho` are ``group["delta"]`` and ``group["ratio"]`` (``None`` if it is
-    not finite), the iterations of the last step ``group["num_iterations"]``.
+    :func:`ritz.training.fit` does. Cost of a step: one product per iteration, with ``ggn`` three
+    more, and two losses if the damping is adapted. Memory: seven vectors, with ``hessian`` also
+    ``max_steps`` more. The present :math:`\delta` and :math:`\rho` are ``group["delta"]`` and
+    ``group["ratio"]`` (``None`` if it is not known), the iterations of the last step
+    ``group["num_iterations"]``.
 
     Args:
-        params: Parameters or groups of them. ``lr`` and ``weight_decay`` may differ between groups
-            if ``adapt`` is false.
+        params: Parameters or groups of them. ``weight_decay`` may differ between groups, and
+            ``lr`` with ``adapt=False``.
         lr: Factor :math:`\alpha` of the step.
         delta: Initial damping :math:`\delta`, above 0.
         max_steps: Maximum number of iterations.
@@ -104,12 +107,12 @@ class HessianFree(Optimizer):
         super().__init__(params, settings | {"ratio": None, "num_iterations": 0})
 
     def _forget(self) -> None:
-        self._subject = Subject()
+        self._traced = TracedMatrix()
         self._op: CurvatureOperator | None = None
         self._params: dict[str, Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # The reduction that adapts the damping is that of one step with one rate.
+        # The reduction that adapts the damping is that of a step with one learning rate.
         adapts = (self.param_groups or [self.defaults])[0]["adapt"]
         group = settings_of_group(self, param_group, (*SHARED, *["lr"] * bool(adapts)))
         settings = self.defaults | group
@@ -143,14 +146,14 @@ class HessianFree(Optimizer):
         Args:
             risk: Loss on the curvature batch, which also measures :math:`\rho`.
         """
-        risk, self._params = own_risk(self, risk)
-        self._op = self._subject.operator(risk, self.param_groups[0]["matrix"])
+        risk, self._params = optimizer_risk(self, risk)
+        self._op = self._traced.operator(risk, self.param_groups[0]["matrix"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of ``closure`` if there is one."""
         loss = evaluate(closure)
-        grads = own_gradients(self)
+        grads = optimizer_gradients(self)
         if not grads:
             return loss
         op, group = self._op, self.param_groups[0]
@@ -161,29 +164,49 @@ class HessianFree(Optimizer):
         params = list(self._params.values())
         # A parameter without a gradient has none in the model of the loss either.
         gradient = torch.cat([grads.get(p, torch.zeros_like(p)).reshape(-1) for p in params])
-        solution, curved = self._solve(op, gradient, float(group["delta"]))
+        delta = float(group["delta"])
         self._op = None  # the matrix of this point serves no other step
-        rate = float(group["lr"])
+        try:
+            solved = self._solve(op, gradient, delta)
+        except (AsymmetryError, NotPositiveDefiniteError) as error:
+            if not group["adapt"]:
+                raise ValueError(
+                    f"delta must exceed the roundoff of the matrix, got {delta:.3g} with "
+                    "adapt=False: raise it, or use float64"
+                ) from error
+            solved = None
+        if group["adapt"]:
+            ratio = -math.inf if solved is None else self._ratio(op.risk, gradient, *solved)
+            delta = levenberg_marquardt(delta, ratio)
+            ratio = None if ratio is None or not math.isfinite(ratio) else ratio
+            for each in self.param_groups:
+                each["ratio"], each["delta"] = ratio, delta
+        if solved is not None:
+            self._move(grads, params, solved[0])
+        return loss
+
+    def _ratio(
+        self, risk: Risk, gradient: Tensor, solution: Tensor, curved: Tensor
+    ) -> float | None:
+        rates = {float(group["lr"]) for group in self.param_groups}
+        if len(rates) > 1:
+            raise ValueError(f"lr must be the same in all groups with adapt=True, got {rates}")
+        rate = rates.pop()
         # The model promises -(alpha g'x + alpha^2 x'Gx / 2).
         promised = -float(rate * (gradient @ solution + 0.5 * rate * curved))
-        if group["adapt"]:
-            after = finite_loss(op.risk.at(op.risk.theta + rate * solution))
-            ratio = (op.risk.loss() - after) / promised if promised > 0 else -math.inf
-        self._move(grads, params, solution)
-        for each in self.param_groups if group["adapt"] else ():
-            each["ratio"] = ratio if math.isfinite(ratio) else None
-            each["delta"] = levenberg_marquardt(float(each["delta"]), ratio)
-        return loss
+        return reduction_ratio(risk, risk.at(risk.theta + rate * solution), promised)
 
     def _solve(
         self, op: CurvatureOperator, gradient: Tensor, delta: float
     ) -> tuple[Tensor, Tensor]:
         """Return the step and its quadratic form with the matrix without damping."""
         group = self.param_groups[0]
-        if not bool(gradient.any()) or not bool(torch.isfinite(gradient.sum())):
-            # No step; or NaN in all weights, as other optimisers of torch leave it after such a
+        self._count(0)
+        total = gradient.sum()
+        if not bool(gradient.any()) or not bool(total.isfinite()):
+            # No step; or NaN in the weights, as other optimisers of torch leave it after such a
             # gradient, from which a training loop sees that the run has diverged.
-            return gradient * 0.0, gradient.sum()
+            return gradient * total, total
         if group["matrix"] == "hessian":
             return self._absolute(op, gradient, delta)
         last = [self.state[p].get("direction") for p in self._params.values()]
@@ -205,10 +228,12 @@ class HessianFree(Optimizer):
     ) -> tuple[Tensor, Tensor]:
         """Return the step in the Krylov space of the gradient, and its form with ``|H|``."""
         steps = min(self.param_groups[0]["max_steps"], op.shape[0])
-        run = lanczos(op, num_steps=steps, start=gradient, vectors=True)
+        # Of the damped matrix, whose products are symmetric to roundoff of delta, too.
+        damped = ShiftedOperator(op, delta)
+        run = lanczos(damped, num_steps=steps, start=gradient, vectors=True)
         self._count(run.num_products)
         vectors: Any = run.vectors
-        sizes = run.values.abs().to(vectors)
+        sizes = (run.values - delta).abs().to(vectors)
         # U'g = |g| e_1 in the basis of Ritz vectors, up to roundoff; all of g is in the span.
         parts = -(vectors.T @ gradient) / (sizes + delta)
         return vectors @ parts, parts @ (sizes * parts)

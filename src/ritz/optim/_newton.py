@@ -8,18 +8,20 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ritz._core.checks import check_choice, check_count
-from ritz._core.params import check_setting
+from ritz._core.params import check_setting, parameters
+from ritz._core.results import AsymmetryError
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import DeflatedOperator, LinearOperator
 from ritz.optim._curvature import (
     NewtonMatrix,
-    Subject,
+    TracedMatrix,
     check_matrix,
     descend,
     evaluate,
     is_refresh_due,
-    own_gradients,
+    optimizer_gradients,
     require_curvature,
+    require_measurement,
     settings_of_group,
 )
 from ritz.spectra import lanczos
@@ -44,21 +46,22 @@ class LanczosNewton(Optimizer):
     momentum :math:`\rho` the bracket is added to a buffer, :math:`b \leftarrow \rho b + [\cdot]`.
 
     The pairs are measured every ``interval`` steps by :meth:`update_curvature`, which
-    :func:`ritz.training.fit` calls; see :class:`CurvatureOptimizer` for your own loop.
+    :func:`ritz.training.fit` calls; see :class:`CurvatureOptimizer` for your own loop. The last
+    pairs stay where roundoff exceeds the curvature, as near a loss of zero in float32.
 
     ============  ===============================================================================
     ``start``     start vector of a refresh
     ============  ===============================================================================
     ``basis``     the last Ritz vectors, weighted by :math:`|\lambda_i|`, and random at first: the
                   sharp directions change slowly, and the run finds them again in fewer steps
-    ``gradient``  the gradient on the curvature batch, for one gradient more: the step for this
-                  gradient is then exact long before the pairs have converged (the run is one of
-                  conjugate gradients), while those for other gradients are as good as any
+    ``gradient``  the gradient on the curvature batch, which costs one gradient: the step for this
+                  gradient is accurate long before the pairs have converged, as in conjugate
+                  gradients; steps for other gradients gain nothing
     ``random``    a Gaussian vector
     ============  ===============================================================================
 
-    Cost of a refresh: :math:`k` products, and about two gradients for what they share. A step reads
-    the basis four times. Memory: :math:`k` vectors, and as many again during a refresh. The basis
+    Cost of a refresh: :math:`k` products, and about two gradients to prepare them. A step reads
+    the basis five times. Memory: :math:`k` vectors, and as many again during a refresh. The basis
     is in ``state``, so that a resumed run takes the same steps.
 
     Args:
@@ -95,7 +98,7 @@ class LanczosNewton(Optimizer):
         start: Start = "basis",
         seed: int = 0,
     ) -> None:
-        self._subject = Subject()
+        self._traced = TracedMatrix()
         settings: dict[str, Any] = {"lr": lr, "delta": delta, "eta": eta, "num_steps": num_steps}
         settings |= {"interval": interval, "matrix": matrix, "momentum": momentum}
         settings |= {"weight_decay": weight_decay, "start": start, "seed": seed}
@@ -117,7 +120,7 @@ class LanczosNewton(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._subject = Subject()
+        self._traced = TracedMatrix()
         for entry in self.state.values():
             if "basis" in entry:
                 # Tensors of a file may lie anywhere in memory, and sums over vectors are rounded
@@ -135,9 +138,13 @@ class LanczosNewton(Optimizer):
         Args:
             risk: Loss on the curvature batch.
         """
-        op, params, generator = self._subject.refresh(self, risk)
+        op, params, generator = self._traced.refresh(self, risk)
         count = min(self.param_groups[0]["num_steps"], op.shape[0])
-        values, vectors = ritz_pairs(op, count, self._start(op, params), generator)
+        try:
+            values, vectors = ritz_pairs(op, count, self._start(op, params), generator)
+        except AsymmetryError as error:
+            require_measurement(self, all("basis" in self.state[p] for p in params.values()), error)
+            return
         place = 0
         # Stored by parameter, so that state_dict() and a move to another device treat it as
         # torch treats the momentum.
@@ -153,7 +160,7 @@ class LanczosNewton(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of ``closure`` if there is one."""
         loss = evaluate(closure)
-        grads = own_gradients(self)
+        grads = optimizer_gradients(self)
         require_curvature(self, all("basis" in self.state[p] for p in grads))
         if grads:
             self._move(self._directions(grads))
@@ -166,15 +173,17 @@ class LanczosNewton(Optimizer):
         \delta))` do not cancel, but their sum with :math:`1/\delta` would for tiny :math:`\delta`.
         """
         group = self.param_groups[0]
-        # A parameter without a gradient adds nothing to U'g, and does not move.
-        rows = {p: self.state[p]["basis"].flatten(1) for p in grads}
-        rest = {p: grad.detach().flatten().clone() for p, grad in grads.items()}
+        params = [p for p in parameters(self) if "basis" in self.state.get(p, {})]
+        rows = {p: self.state[p]["basis"].flatten(1) for p in params}
+        # A parameter without a gradient does not move. It has zeros here, since the basis is
+        # orthonormal over all parameters together.
+        rest = {p: grads.get(p, torch.zeros_like(p)).detach().flatten().clone() for p in params}
         inside: Any = 0.0
         # Twice is enough: what roundoff leaves of g in the span would be divided by delta.
         for _ in range(2):
-            part: Any = sum(rows[p] @ rest[p] for p in grads)
+            part: Any = sum(rows[p] @ rest[p] for p in params)
             inside = inside + part
-            for p in grads:
+            for p in params:
                 rest[p] -= part @ rows[p]
         # 1 / (eta |lambda| + delta) inside the span and 1 / delta beside it: the bracket without
         # the difference of large numbers in its printed form.

@@ -201,19 +201,20 @@ def _register_large_batches() -> None:
         "Wen et al., Interplay between optimization and generalization of SGD with covariance "
         "noise, appendix E.1; momentum and weight decay are not given there, so this is 0.9 and 0"
     )
-    rates = {"resnet44": (3.2, 1.6), "resnet44x2": (3.2, 1.6), "vgg16_bn": (1.6, 1.6)}
-    for model, (plain, noisy) in rates.items():
-        # The paper has ResNet-44 for CIFAR-10, and twice its width for CIFAR-100.
-        for data in (
-            ("cifar10", "cifar100")
-            if model == "vgg16_bn"
-            else (("cifar100",) if model.endswith("x2") else ("cifar10",))
+    # The paper has ResNet-44 for CIFAR-10, and twice its width for CIFAR-100.
+    rates = {
+        "resnet44/cifar10": (3.2, 1.6),
+        "resnet44x2/cifar100": (3.2, 1.6),
+        "vgg16_bn/cifar10": (1.6, 1.6),
+        "vgg16_bn/cifar100": (1.6, 1.6),
+    }
+    for place, (plain, noisy) in rates.items():
+        for name, rate, training in (
+            ("large_sgd", plain, LARGE),
+            ("noisy_sgd", noisy, LARGE | NOISE),
         ):
-            place = f"{model}/{data}"
-            _add(f"large_sgd/{place}", SGD, 200, None, source, lr=plain, momentum=0.9,
-                 training=LARGE)  # fmt: skip
-            _add(f"noisy_sgd/{place}", SGD, 200, None, source, lr=noisy, momentum=0.9,
-                 training=LARGE | NOISE)  # fmt: skip
+            _add(f"{name}/{place}", SGD, 200, None, source, lr=rate, momentum=0.9,
+                 training=training)  # fmt: skip
 
 
 def _register_adaptive() -> None:

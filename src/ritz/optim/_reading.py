@@ -1,4 +1,4 @@
-"""Reading a step: its gradient, update, decay and effective rates along eigenvectors."""
+"""Reading a step: its gradient, update, decay and effective learning rates along eigenvectors."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,10 @@ from ritz._core.checks import check_finite, check_tensor
 from ritz._core.params import check_optimizer, parameters
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.optim._curvature import own_risk
+from ritz.optim._curvature import optimizer_risk
+
+# Names of optimisers whose weight decay is not a term of the gradient.
+DECOUPLED = ("AdamW", "Adafactor", "Muon")
 
 
 @storable
@@ -29,9 +32,9 @@ class StepReading:
         rates: Effective learning rates :math:`-\text{update}_i / \text{gradient}_i`, ``(k,)``.
         flat_rate: Effective learning rate :math:`-\Delta_\perp^\top g_\perp / \|g_\perp\|^2`, from
             the parts of update and gradient that are orthogonal to all eigenvectors.
-        curvature_ratio: Estimated-curvature ratio :math:`R`: ``flat_rate`` over the rate along the
-            eigenvector of the largest eigenvalue. 1 for SGD; :math:`(\lambda_1 + \delta)/\delta`
-            for a damped Newton step.
+        curvature_ratio: Estimated-curvature ratio :math:`R`: ``flat_rate`` over the learning rate
+            along the eigenvector of the largest eigenvalue. 1 for SGD;
+            :math:`(\lambda_1 + \delta)/\delta` for a damped Newton step.
         turn: :math:`u_i^\top (\hat w_{t+1} - \hat w_t)` of the directions :math:`\hat w = w/\|w\|`,
             ``(k,)``: the part of the step that a network invariant to the scale of
             :math:`w` responds to.
@@ -95,7 +98,7 @@ def read_step(
     inside = {name: vectors.T @ vector for name, vector in along.items()}
     # The parts beside the eigenvectors.
     g, d = (along[name] - vectors @ inside[name] for name in ("gradient", "update"))
-    # Beside the eigenvectors there is one rate, that of least squares: alpha = -d'g / g'g.
+    # Beside the eigenvectors there is one learning rate, that of least squares: alpha = -d'g / g'g.
     square = float(g.double().square().sum())
     flat = -float(d.double() @ g.double()) / square if square else math.nan
     parts = {name: part.double().cpu() for name, part in inside.items()}
@@ -129,10 +132,10 @@ class StepReader:
                 pairs = ritz.eigenpairs(ritz.hessian(risk), largest=10)
                 print(reader.read(risk, pairs.values, pairs.vectors))
 
-    The rates are those of the gradient of this step: momentum mixes earlier gradients into them.
-    Weight decay is split off. Decoupled, it is :math:`-\alpha\gamma w`; an L2 term goes through the
-    preconditioner with the gradient, so its part is the share of :math:`\gamma u_i^\top w` in
-    :math:`u_i^\top (g + \gamma w)`.
+    The learning rates are the update over the gradient of this step; with momentum, the update has
+    earlier gradients in it. Weight decay is split off. If it is decoupled, it is
+    :math:`-\alpha\gamma w`. An L2 term goes through the preconditioner with the gradient, so it has
+    the share of :math:`\gamma u_i^\top w` in :math:`u_i^\top (g + \gamma w)` of the update.
 
     Args:
         optimizer: Any optimiser; a hook is registered with it.
@@ -174,7 +177,7 @@ class StepReader:
             values: Eigenvalues, ``(k,)``, ascending.
             vectors: Eigenvectors as columns, ``(P, k)``.
         """
-        risk, params = own_risk(self.optimizer, risk)
+        risk, params = optimizer_risk(self.optimizer, risk)
         if any(p not in self.before or p.grad is None for p in params.values()):
             return None
         group = {p: group for group in self.optimizer.param_groups for p in group["params"]}
@@ -187,9 +190,7 @@ class StepReader:
             part, place = slice(place, place + p.numel()), place + p.numel()
             factor = float(group[p].get("weight_decay", 0.0))
             if decoupled(self.optimizer, group[p]):
-                # The learning rate of SpectralSGD is a factor on a measured one.
-                rate = float(group[p]["lr"]) * (group[p].get("rate") or 1.0)
-                decay[part] = -rate * factor * before[part]
+                decay[part] = -learning_rate(group[p]) * factor * before[part]
             else:
                 coupled[part] = factor * before[part]
         reading = read_step(
@@ -216,14 +217,23 @@ def _joined(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
+def learning_rate(group: dict[str, Any]) -> float:
+    """Return the learning rate of a group, 0 if it has none yet."""
+    # The lr of SpectralSGD is a factor on the rate that it measures, None at first.
+    return float(group.get("lr", 0.0)) * (group.get("rate", 1.0) or 0.0)
+
+
 def decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return whether weight decay is applied beside the gradient."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner  # inside Lookahead
     if isinstance(optimizer, SGD):  # also with noise, in this package
         return False
-    # torch.optim.SGD and Adagrad add an L2 term; the optimisers of this package never do.
-    return type(optimizer).__module__.startswith("ritz.") or "AdamW" in type(optimizer).__name__
+    # torch.optim.RMSprop and Adagrad add an L2 term; the other optimisers of this package never do.
+    kind = type(optimizer)
+    return kind.__module__.startswith("ritz.") or any(name in kind.__name__ for name in DECOUPLED)
 
 
 def _split_decay(reading: StepReading, coupled: Tensor) -> StepReading:

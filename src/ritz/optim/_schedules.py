@@ -143,7 +143,7 @@ class Schedule(LRScheduler):
 
 @final
 class GroupSchedule:
-    """Scheduler of any setting of an optimiser: its initial value times a shape.
+    """Scheduler of any real-valued setting of an optimiser: its initial value times a shape.
 
     Use it for a damping ``delta``, a weight decay or a momentum. It has the interface of a torch
     scheduler, and may stand in a ``ChainedScheduler``. The initial value is stored in the group as
@@ -156,17 +156,8 @@ class GroupSchedule:
     """
 
     def __init__(self, optimizer: Optimizer, shape: Shape | list[Shape], *, key: str) -> None:
-        self._shapes = _shapes(optimizer, shape)
-        for group in optimizer.param_groups:
-            value = group.get(key)
-            if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
-                numbers = [name for name, held in group.items() if type(held) in (int, float)]
-                names = ", ".join(numbers)
-                raise ValueError(f"key must be a numeric setting ({names}), got {key!r}")
-            initial = value.clone() if isinstance(value, Tensor) else value
-            # Already there when a run is resumed.
-            group.setdefault(f"initial_{key}", initial)
         self.optimizer, self.key, self.num_steps = optimizer, key, 0
+        self._shape = shape
         self._apply()
 
     def step(self) -> None:
@@ -188,9 +179,19 @@ class GroupSchedule:
         self._apply()
 
     def _apply(self) -> None:
-        for group, shape in zip(self.optimizer.param_groups, self._shapes, strict=True):
-            value = float(group[f"initial_{self.key}"] * shape(self.num_steps))
-            if isinstance(setting := group[self.key], Tensor):
+        # Groups may have been added since the last step.
+        shapes = _shapes(self.optimizer, self._shape)
+        for group, shape in zip(self.optimizer.param_groups, shapes, strict=True):
+            setting = group.get(self.key)
+            if isinstance(setting, bool) or not isinstance(setting, int | float | Tensor):
+                numbers = [name for name, number in group.items() if type(number) in (int, float)]
+                names = ", ".join(numbers)
+                raise ValueError(f"key must be a numeric setting ({names}), got {self.key!r}")
+            initial = setting.clone() if isinstance(setting, Tensor) else setting
+            # Already there from the last step, or when a run is resumed.
+            initial = group.setdefault(f"initial_{self.key}", initial)
+            value = float(initial * shape(self.num_steps))
+            if isinstance(setting, Tensor):
                 setting.fill_(value)  # in place: a captured or compiled step reads it there
             else:
                 group[self.key] = value

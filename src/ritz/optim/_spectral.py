@@ -10,24 +10,26 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ritz._core.checks import check_count, check_type
 from ritz._core.params import check_setting
+from ritz._core.results import AsymmetryError
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature import (
     NewtonMatrix,
-    Subject,
+    TracedMatrix,
     check_matrix,
     descend,
     evaluate,
     is_refresh_due,
-    own_gradients,
+    optimizer_gradients,
     require_curvature,
+    require_measurement,
     settings_of_group,
 )
 from ritz.spectra import Spectrum, lanczos
 
 # A Ritz value with more of the mass is the bulk at zero: Spectral Machine Learning, section 4.3.2.
 DROPPED_MASS = 0.5
-# One spectrum gives the rates of all groups.
+# One spectrum gives learning rate and momentum of all groups.
 SHARED = ("interval", "num_steps", "nesterov", "matrix", "seed")
 # What is measured. It is no default of the optimiser, or torch's cyclic schedulers would replace
 # the measured momentum by theirs.
@@ -59,13 +61,13 @@ class SpectralRates:
         dropped = [f"bulk of mass {self.dropped_mass:.2g}"] if self.dropped_mass else []
         dropped += [f"{self.num_negative} not positive"] if self.num_negative else []
         return (
-            f"rate {self.rate:.4g}, momentum {self.momentum:.4g} for eigenvalues from "
+            f"learning rate {self.rate:.4g}, momentum {self.momentum:.4g} for eigenvalues from "
             f"{self.lambda_min:.4g} to {self.lambda_max:.4g}"
         ) + (f" (dropped: {', '.join(dropped)})" if dropped else "")
 
 
 def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRates:
-    r"""Return the rate and momentum that are optimal for the eigenvalues of a Lanczos run.
+    r"""Return the learning rate and momentum that are optimal for the eigenvalues of a Lanczos run.
 
     .. math::
         \text{Polyak: } \alpha = \Big(\frac{2}{\sqrt{\lambda_1} + \sqrt{\lambda_P}}\Big)^2, \;
@@ -79,7 +81,8 @@ def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRat
 
     The smallest Ritz values of a network are so near zero that :math:`\rho` would be 1. So the Ritz
     value that carries more than half of the spectral mass is dropped, and then every value that is
-    not positive. The result says what was dropped.
+    not positive. The result says what was dropped. The largest is not dropped: steps without
+    regard to it would diverge.
 
     Args:
         spectrum: Result of :func:`ritz.lanczos`.
@@ -90,6 +93,7 @@ def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRat
     """
     # The weights of a Lanczos run add up to one: at most one of them is above one half.
     heavy = spectrum.weights > DROPPED_MASS
+    heavy[-1] = False  # values ascend
     values = spectrum.values[~heavy]
     positive = values[values > spectrum.roundoff]
     if not len(positive):
@@ -121,8 +125,8 @@ class SpectralSGD(Optimizer):
 
     with :math:`\alpha` and :math:`\rho` of :func:`spectral_rates`, from a short Lanczos run every
     ``interval`` steps, and the factor :math:`s` of a schedule. The present values are
-    ``group["rate"]``, ``group["momentum"]`` and ``rates``. If nothing positive is left of a
-    spectrum, the last values stay.
+    ``group["rate"]``, ``group["momentum"]`` and ``rates``. The last values stay if a spectrum has
+    nothing positive, or where roundoff exceeds the curvature, as near a loss of zero in float32.
 
     Args:
         params: Parameters or groups of them.
@@ -135,7 +139,8 @@ class SpectralSGD(Optimizer):
         seed: Seed of the start vectors.
 
     Attributes:
-        rates: The :class:`SpectralRates` of the last measurement; ``None`` before it.
+        rates: The :class:`SpectralRates` of the last measurement; ``None`` before it, and after
+            loading a state.
 
     Reference: Granziol, *Spectral Machine Learning*, section 4.3.2.
     """
@@ -152,7 +157,7 @@ class SpectralSGD(Optimizer):
         weight_decay: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self._subject, self.rates = Subject(), None
+        self._traced, self.rates = TracedMatrix(), None
         settings: dict[str, Any] = {
             "lr": lr,
             "interval": interval,
@@ -180,7 +185,7 @@ class SpectralSGD(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._subject, self.rates = Subject(), None
+        self._traced, self.rates = TracedMatrix(), None
 
     def curvature_due(self, step: int) -> bool:
         """Return whether the spectrum is to be measured before a step; see the protocol."""
@@ -193,26 +198,30 @@ class SpectralSGD(Optimizer):
         Args:
             risk: Loss on the curvature batch.
         """
-        op, _, generator = self._subject.refresh(self, risk)
+        op, _, generator = self._traced.refresh(self, risk)
         first = self.param_groups[0]
         steps = min(first["num_steps"], op.shape[0])
-        spectrum = lanczos(op, num_steps=steps, generator=generator)
-        # Far from a minimum a spectrum may have nothing positive. The rates of a better place are
-        # then a better guess than none; before the first there is no guess.
         try:
-            self.rates = spectral_rates(spectrum, nesterov=first["nesterov"])
+            spectrum = lanczos(op, num_steps=steps, generator=generator)
+        except AsymmetryError as error:
+            require_measurement(self, first["rate"] is not None, error)
+            return
+        # Far from a minimum a spectrum may have nothing positive. The learning rate of a better
+        # place is then a better guess than none; before the first there is no guess.
+        try:
+            self.rates = rates = spectral_rates(spectrum, nesterov=first["nesterov"])
         except ValueError:
             if first["rate"] is None:
                 raise
-        if (rates := self.rates) is not None:
-            for group in self.param_groups:
-                group["rate"], group["momentum"] = rates.rate, rates.momentum
+            return
+        for group in self.param_groups:
+            group["rate"], group["momentum"] = rates.rate, rates.momentum
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of ``closure`` if there is one."""
         loss = evaluate(closure)
-        grads = own_gradients(self)
+        grads = optimizer_gradients(self)
         require_curvature(self, not grads or self.param_groups[0]["rate"] is not None)
         for group in self.param_groups:
             for p in group["params"]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ritz._core.checks import check_count, check_finite, check_range, check_tensor, is_below
 from ritz._core.progress import Progress, tracking
-from ritz._core.results import HasStatus, Status, power_of_two
+from ritz._core.results import AsymmetryError, HasStatus, Status, power_of_two
 from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.operators import FunctionOperator, LinearOperator, OperatorLike, as_operator
@@ -236,7 +236,7 @@ def _check_conjugate(p: Tensor, image: Tensor, q: Tensor, image_of_q: Tensor) ->
     sizes += [column_dots(q, q) * column_dots(image, image)]
     size = torch.stack(sizes).amax(0).sqrt()
     if not is_below(gap, torch.finfo(q.dtype).eps ** 0.5 * size):
-        raise ValueError(
+        raise AsymmetryError(
             "op must be symmetric and the same in every call: for the first two directions p and "
             f"q, q'(Ap) is 0 but p'(Aq) is {float((gap / size).max()):.2g}, relative to the norms"
         )

@@ -21,6 +21,7 @@ from ritz._core.training_config import TrainingConfig, check_same
 from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, known_loss
 from ritz.data import TextSplit
 from ritz.optim import Lookahead
+from ritz.optim._shared import learning_rate
 from ritz.training import _files, _weights
 from ritz.training._cuda_graph import CapturedStep, is_captured
 from ritz.training._data import Feed, own_rows
@@ -434,9 +435,7 @@ class Run:
         spent = time.perf_counter() - started  # after `means`, which waits for the device
         if not math.isfinite(means["train_loss"]):
             return diverged(number)
-        group = self.optimizer.param_groups[0]
-        # The rate of SpectralSGD is measured, and lr is a factor on it.
-        rate = float(group["lr"]) * (group.get("rate") or 1.0)
+        rate = learning_rate(self.optimizer.param_groups[0])
         record: Record = {"kind": "epoch", "epoch": number, "step": state.step}
         record |= {"learning_rate": rate} | means
         if config.damping != "constant":

@@ -16,7 +16,7 @@ from ritz.curvature import CurvatureOperator, Risk, fisher
 from ritz.curvature._shared import CurvatureMatrix
 from ritz.operators import LinearOperator, exact
 from ritz.optim import StepReader
-from ritz.optim._shared import Edge, attached_to, edge
+from ritz.optim._shared import Edge, attached_to, edge, learning_rate
 from ritz.spectra import DiscreteDensity, Eigenpairs, Spectrum, eigenpairs, lanczos, lanczos_block
 from ritz.spectra import diagonal as diagonal_of
 from ritz.spectra import trace as trace_of
@@ -263,9 +263,7 @@ class Watched:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the first group of parameters, 0 without an optimiser."""
-        group: dict[str, Any] = {} if self.optimizer is None else self.optimizer.param_groups[0]
-        # The rate of SpectralSGD is measured, and lr is a factor on it.
-        return float(group.get("lr", 0.0)) * (group.get("rate") or 1.0)
+        return 0.0 if self.optimizer is None else learning_rate(self.optimizer.param_groups[0])
 
     # Eigenvalues
 

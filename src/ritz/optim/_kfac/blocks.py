@@ -42,8 +42,8 @@ WeightSharing = Literal["expand", "reduce"]
 Basis = Literal["eigh", "qr"]
 ProductPrecision = Literal["float32", "tf32"]
 Tensors = dict[str, Tensor]
-# The factor of a linear layer with so many inputs for each row of a batch is not formed for a step:
-# writing and reading it costs more than its products.
+# A linear layer with at least this many inputs per row of a batch does not form the input factor of
+# a step: writing and reading it would cost more than the products.
 WIDE = 8
 
 
@@ -123,7 +123,7 @@ class Block(ABC):
         self.samples = self.rows = 0
         self._calls = 0  # whose derivatives have not come
         self._backward: object = None
-        self._several = False  # may come with the present backward pass
+        self._several = False  # several calls may come with this backward pass
         self._counted: set[tuple[object, int]] = set()
         self._waiting: dict[tuple[object, int, int], list[Passed]] = {}
 
@@ -177,8 +177,8 @@ class Block(ABC):
             self._backward, self._several = of.backward, self._calls > 1
         self._calls = max(0, self._calls - 1)
         rows = len(passed[0].args[0])
-        # Once for all calls on the same samples: as many, and with one backward pass. A layer may
-        # have positions among its rows.
+        # Calls on equal numbers of samples in one backward pass are of the same samples, and count
+        # once. The rows of a layer may include positions: those of the model are its samples.
         self._counted.add((of.backward, rows if of.rows is None else of.rows))
         self.samples = sum(samples for _, samples in self._counted)
         if self.joins and self._several:

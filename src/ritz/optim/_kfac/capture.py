@@ -65,18 +65,28 @@ class _Arrival:
     """Waits for the derivative in an output, and holds the input of the layer until then."""
 
     def __init__(self, capture: "Capture", block: Block, x: Tensor, of: Pass) -> None:
-        self._capture, self._block, self._x, self._pass = weakref.ref(capture), block, x, of
+        self._capture, self._block, self._pass = weakref.ref(capture), block, of
         self._version = x._version
-        self._held: Tensor | None = x
+        self._x: Tensor | None = x
 
     def __call__(self, delta: Tensor) -> None:
-        capture, x, self._held = self._capture(), self._held, None
-        if capture is not None and capture.active and x is not None:
-            check_version(self._block, x, self._version)
-            # Checkpointed layers have backward passes inside the one of their model.
-            if self._pass.backward is None:
-                self._pass.backward = torch._C._current_graph_task_id()
-            capture.deliver(self._block, x, [delta], self._pass)
+        capture = self._capture()
+        if capture is None or not capture.active:
+            return
+        x, self._x = self._x, None
+        if x is None:
+            # The sum of both derivatives is that of a sample, and the first is not stored.
+            raise RuntimeError(
+                f"K-FAC got a second backward pass through one forward pass, at layer "
+                f"{self._block.name!r}: call backward() once, on the sum of the losses, and "
+                "put any other pass, such as that of a gradient penalty, into "
+                "'with optimizer.paused()'"
+            )
+        check_version(self._block, x, self._version)
+        # Checkpointed layers have backward passes inside the one of their model.
+        if self._pass.backward is None:
+            self._pass.backward = torch._C._current_graph_task_id()
+        capture.deliver(self._block, x, [delta], self._pass)
 
 
 def check_version(block: Block, x: Tensor, version: int) -> None:
@@ -182,6 +192,11 @@ class Capture:
             columns: Cotangents of the outputs. One backward pass each.
         """
         records, self._records = self._records, []
+        if not records:
+            raise RuntimeError(
+                "observe() needs a forward pass in train mode, with gradients, since the last "
+                "call: call it once for each forward pass"
+            )
         backward = object()
         edges = [record[3] for record in records]
         passes = [

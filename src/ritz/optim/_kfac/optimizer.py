@@ -38,16 +38,17 @@ class KFAC(Optimizer):
             optimizer.step()
 
     The loss must be the mean over the samples of a step, as in gradient accumulation with the loss
-    divided by the number of batches. Batches with backward passes of their own add up, also with
-    :class:`~torch.nn.parallel.DistributedDataParallel`. Calls of a layer on
-    as many samples with one backward pass are of the same samples, as in a siamese network, and
-    count as positions of them.
-    Several processes average their factors and share out the inverses. The damping of a layer is
-    that of the group of its first parameter. Known layers are linear
-    layers, convolutions, embeddings (with their exact diagonal :math:`A`) and affine norms (the
-    exact block of each feature). Any other layer, and one that shares a parameter with another, has
-    the plain gradient; a warning says so once, and ``plain`` lists them. Frozen parameters are left
-    out. FSDP2 is not supported.
+    divided by the number of batches. Each forward pass has one backward pass; put any other, such
+    as that of a gradient penalty, into :meth:`paused`. Batches with backward passes of their own
+    add up, also with :class:`~torch.nn.parallel.DistributedDataParallel`. Calls of a layer on equal
+    numbers of samples with one backward pass are of the same samples, as in a siamese network, and
+    count as positions of them. Several processes average their factors and share out the inverses.
+
+    Known layers are linear layers, convolutions, embeddings (with their exact diagonal :math:`A`)
+    and affine norms (the exact block of each feature). Any other layer, and one that shares a
+    parameter with another, has the plain gradient; a warning says so once, and ``plain`` lists
+    them. The damping of a layer is that of the group of its first parameter. Frozen parameters are
+    left out. FSDP2 is not supported.
 
     Cost: every ``factor_every`` steps two products per layer, every ``inverse_every`` steps its
     inverses, and in every step two products with the gradient (four for ``damping="exact"`` and
@@ -61,7 +62,8 @@ class KFAC(Optimizer):
         lr: Learning rate :math:`\alpha`.
         delta: Damping :math:`\delta`, which a :class:`~ritz.optim.GroupSchedule` may change. Along
             directions without curvature the learning rate is :math:`\alpha / \delta`: a ratio
-            of 1 is a good start, and a larger damping allows a larger rate.
+            of 1 is a good start, and a larger damping allows a larger
+            learning rate.
         params: Parameters of the model or groups of them. Defaults to all that require a gradient.
         momentum: Momentum :math:`\rho`.
         weight_decay: Decay :math:`\lambda`.
@@ -110,8 +112,7 @@ class KFAC(Optimizer):
     ) -> None:
         settings = checked_settings(options)
         self.kl_clip = _checked_clip(kl_clip)
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
         defaults = {

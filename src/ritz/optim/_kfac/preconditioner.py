@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ritz._core.checks import check_type
 from ritz._core.distributed import all_sum, broadcast, rank, world_size
 from ritz._core.modes import arithmetic, unwrapped
 from ritz._core.params import check_optimizer, check_setting, parameters
@@ -76,8 +77,7 @@ class Curvature:
         self, optimizer: Optimizer, model: nn.Module, settings: Settings, scaler: Any = None
     ) -> None:
         check_optimizer(optimizer)
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         self.optimizer, self.settings = optimizer, settings
         self.steps, self._observed = 0, 0
         self.blocks, self.plain = _find_blocks(unwrapped(model), optimizer, settings)
@@ -175,6 +175,8 @@ class Curvature:
         """
         groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         for group in self.optimizer.param_groups:
+            if "delta" not in group:
+                raise ValueError("parameter groups must be added before KFACPreconditioner is made")
             check_setting("delta", group["delta"], zero=False)
         deltas = {block: float(groups[block.anchor]["delta"]) for block in self.blocks}
         # Averages first: the first step has inverses of its own factors.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ritz._core.checks import is_below
 from ritz._core.distributed import Group, all_gather_rows, all_sum, shard
-from ritz._core.results import power_of_two
+from ritz._core.results import AsymmetryError, power_of_two
 
 Placement = Literal["device", "host", "spread"]
 Reorthogonalization = Literal["full", "partial", "none"]
@@ -186,10 +186,6 @@ class Basis:
 
 # ------------------------------------------------------------------------------------------
 # The recurrence: from the product with the newest vector to the next vector.
-
-
-class AsymmetryError(ValueError):
-    """The products are not those of a symmetric matrix."""
 
 
 class Recurrence:

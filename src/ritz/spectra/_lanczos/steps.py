@@ -8,11 +8,11 @@ from torch import Tensor
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
+from ritz._core.results import AsymmetryError
 from ritz._core.sampling import draw_probes
 from ritz.operators import LinearOperator
 from ritz.spectra._lanczos.recurrence import (
     TUNING,
-    AsymmetryError,
     Recurrence,
     Reorthogonalization,
 )
@@ -87,7 +87,7 @@ def step(op: LinearOperator, runs: Sequence[Recurrence], *, last: bool = False) 
             run.absorb(product.contiguous(), last=last)
         except AsymmetryError as error:
             if not run.is_noise(_norm(op)):
-                raise ValueError(_diagnosis(op, run.vector(), error)) from error
+                raise _diagnosis(op, run.vector(), error) from error
 
 
 def _block(op: LinearOperator, runs: Sequence[Recurrence], shared: Tensor | None) -> Tensor:
@@ -187,9 +187,11 @@ def _norm(op: LinearOperator) -> float:
     return float(op.matmat(probe).norm() / probe.norm())
 
 
-def _diagnosis(op: LinearOperator, vector: Tensor, error: AsymmetryError) -> str:
+def _diagnosis(op: LinearOperator, vector: Tensor, error: AsymmetryError) -> ValueError:
     first, second = op.matmat(vector), op.matmat(vector)
     if not torch.equal(first, second):
         gap = float((first - second).norm())
-        return f"op must not change between calls: two products of one vector differ by {gap:.2g}"
-    return f"op must be symmetric: {error}"
+        return ValueError(
+            f"op must not change between calls: two products of one vector differ by {gap:.2g}"
+        )
+    return AsymmetryError(f"op must be symmetric: {error}")
