@@ -64,6 +64,11 @@ def test_claims_about_effects_are_judged_by_paired_differences():
     assert signed(clear, 1)["verdict"] == "agrees"
     assert signed(clear, -1)["verdict"] == "differs"
     assert signed(noise, -1)["verdict"] == "undecided"
+    # Zero is possible, and three cannot be.
+    assert signed(noise, 1, size=1.0)["verdict"] == "undecided"
+    assert signed(noise, 1, size=3.0)["verdict"] == "differs"
+    assert signed(-noise, -1, size=-3.0)["verdict"] == "differs"
+    assert signed(clear, 1, size=3.0)["verdict"] == "agrees"
     # No effect agrees only if an effect that matters can be ruled out.
     assert signed(clear, 0, margin=0.6)["verdict"] == "differs"
     assert signed(noise, 0, margin=0.6)["verdict"] == "undecided"
@@ -109,17 +114,13 @@ def test_the_counts_are_those_of_the_rows():
         assert verdicts.count(name) == count, name
 
 
-# Studies whose rows still list all their numbers.
-LONG = {"adaptive_gap"}
-
-
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_cells_of_the_page_are_short(path):
     result = ritz.load(path)
     name = type(result).__module__.rpartition(".")[2]
     for row in studies.find(name).evidence(result):
         cells = (row.where, row.what, row.published, row.measured)
-        assert max(map(len, cells)) <= (400 if name in LONG else 80), cells
+        assert max(map(len, cells)) <= 80, cells
 
 
 @pytest.mark.parametrize("size", ["smoke", "paper"])

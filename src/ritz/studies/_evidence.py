@@ -109,20 +109,29 @@ def located(mean: float, error: float, low: float, high: float) -> Verdict:
 
 
 def signed(
-    differences: Tensor, sign: int, *, margin: float = math.nan, cause: str = ""
+    differences: Tensor,
+    sign: int,
+    *,
+    size: float = math.inf,
+    margin: float = math.nan,
+    cause: str = "",
 ) -> dict[str, Any]:
     """Return verdict and reason for differences within each seed, whose sign was published.
 
     Args:
         differences: By seed; the scatter between seeds cancels in them.
         sign: -1, 1, or 0 if they were published to be about zero.
+        size: The published size, if it can be expected here. Differences that may be zero and are
+            certainly smaller differ: such an effect would have been seen.
         margin: Size from which a difference matters; only for the sign 0.
         cause: The likely cause, if the result is not as published.
     """
     if not sign:
         return near(differences, 0.0, margin, cause=cause)
     # Differences and the range of positive numbers, both mirrored for a negative sign.
-    return judge(sign * differences, low=0.0, cause=cause)
+    known = judge(sign * differences, low=0.0, cause=cause)
+    seen = known["verdict"] != "undecided" or math.isinf(size)
+    return known if seen else judge(sign * differences, low=abs(size), cause=cause)
 
 
 def near(values: Tensor, published: float, tolerance: float, *, cause: str = "") -> dict[str, Any]:
@@ -151,8 +160,10 @@ def all_of(*parts: dict[str, Any]) -> dict[str, Any]:
     """
     verdicts = [part["verdict"] for part in parts] or ["undecided"]
     verdict = next((each for each in ("differs", "undecided") if each in verdicts), "agrees")
-    # Parts with the same reason give it once.
-    reasons = dict.fromkeys(part["why"] for part in parts if part["why"])
+    # What several parts say is said once.
+    reasons = dict.fromkeys(
+        reason for part in parts for reason in part["why"].split("; ") if reason
+    )
     return {"verdict": verdict, "why": "; ".join(reasons)}
 
 

@@ -19,7 +19,7 @@ from ritz import data, optim, plots, training
 from ritz._core.checks import check_range
 from ritz._core.progress import Progress
 from ritz.plots._shared import style
-from ritz.studies._evidence import POINTS, Evidence, all_of, signed, spread
+from ritz.studies._evidence import POINTS, Evidence, all_of, located, signed, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -257,18 +257,21 @@ def _by_decay(result: Result) -> list[Evidence]:
     places = [result.names.index(name) for name in names]
     # Negative: the error falls.
     gains = 100 * (result.measure("average") - result.measure("last"))[places]
-    # One ensemble of the runs of all seeds.
-    ensembles = 100 * (result.ensembles - result.singles)[places, None]
+    ensembles = 100 * (result.ensembles - result.singles)[places]
+    alone = located(float(ensembles[-1] - ensembles[0]), 0.0, -math.inf, 0.0)
     rows = []
-    for what, values in (("iterate average", gains), ("ensemble", ensembles)):
+    for what, values, known in (
+        ("iterate average", gains.mean(1), signed(gains[-1] - gains[0], -1)),
+        ("ensemble", ensembles, {"verdict": alone, "why": "one ensemble, of all seeds"}),
+    ):
         rows.append(
             Evidence(
                 paper="GADAM",
                 where="Figures 2b, 3",
                 what=f"change of the test error in % by the {what}, by weight decay",
                 published="the gain grows with the decay",
-                measured=", ".join(f"{value:.2f}" for value in values.mean(1)),
-                **signed(values[-1] - values[0], -1),
+                measured=", ".join(f"{value:.2f}" for value in values),
+                **known,
             )
         )
     return rows

@@ -320,7 +320,7 @@ def _table_evidence(result: Result) -> Iterator[Evidence]:
             yield Evidence(
                 paper="NOISE", where="Table 1", published=f"{effect:.2f}".replace("nan", "-"),
                 what=f"{task}: test accuracy in %, {method} less large", measured=spread(gap),
-                **signed(gap, 1),
+                **signed(gap, 1, size=effect if math.isfinite(effect) else math.inf),
             )  # fmt: skip
 
 

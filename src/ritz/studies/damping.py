@@ -1,10 +1,11 @@
 r"""Least damping of a second-order or adaptive optimiser over batch sizes: Fig. 5.11-5.14.
 
-After *Spectral Machine Learning*, section 5.8. With a large learning rate, damped Adam divides by
-:math:`\sqrt{v} + \delta`, and the least damping at which a short training from trained weights
-stays stable is found by bisection. It is compared with three predictions. The first uses the noise
-along the leading eigenvector, the second the homogeneous noise of the papers. The third is the edge
-of stability of the predicted curvature :math:`\lambda'_1(B)` with the divisor :math:`\delta`.
+After *Spectral Machine Learning*, section 5.8. Damped Adam divides its steps by
+:math:`\sqrt{v} + \delta`. Bisection finds the least damping :math:`\delta` at which a short
+training from trained weights stays stable. It is compared with three predictions: from the noise
+along the leading eigenvector, from the homogeneous noise of the papers, and from the edge of
+stability at the predicted curvature :math:`\lambda'_1(B)`. The last takes :math:`\delta` for the
+whole divisor, which is nearly so at a large learning rate.
 """
 
 from collections.abc import Callable

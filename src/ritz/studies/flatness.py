@@ -1,9 +1,9 @@
 r"""Weight decay makes networks better and sharper: Flatness is a False Friend, sections 2 and 4.
 
-Logistic regression, a multi-layer perceptron and a convolutional network are trained on MNIST with
-SGD and several weight decays, on 45,000 images; 5,000 are held out. For each network the study
-measures the Hessian of the training loss, without the term of the weight decay: its largest
-eigenvalue, trace and Frobenius norm, beside the accuracy.
+Logistic regression, a multi-layer perceptron and a convolutional network are trained with SGD and
+several weight decays, by default on 45,000 images of MNIST; 5,000 are held out. For each network
+the study measures the Hessian of the training loss, without the term of the weight decay: its
+largest eigenvalue, trace and Frobenius norm, beside the accuracy.
 
 The toy of section 2 is the loss :math:`L = \exp(-w_1 w_2 w_3)` of a deep linear network with one
 input. On the line :math:`w_1 = w_2 = w_3 = w` the loss falls and the weights grow with :math:`w`.

@@ -256,7 +256,7 @@ def evidence(result: Result) -> list[Evidence]:
                 what=f"change of the test perplexity in %, {name} against {other}",
                 published=f"{published:+.1f}",
                 measured=spread(change),
-                **signed(change, int(math.copysign(1, published))),
+                **signed(change, int(math.copysign(1, published)), size=published),
             )
         )
     return rows

@@ -288,7 +288,7 @@ def evidence(result: Result) -> list[Evidence]:
                 what=f"test accuracy in %, {name} less {BASES[name]}",
                 published=f"{PAPER[name] - PAPER[BASES[name]]:+.2f}",
                 measured=spread(gain),
-                **signed(gain, 1),
+                **signed(gain, 1, size=PAPER[name] - PAPER[BASES[name]]),
             )
             for name in c.methods
             if BASES.get(name) in accuracies
