@@ -50,6 +50,7 @@ def test_a_claim_agrees_or_differs_only_if_the_whole_interval_does():
     }
     assert judge(values, 0.7, 1.3, note="a note", cause="small data")["why"] == "a note"
     assert judge(column(float("nan"), 1.0, 1.1), low=0.0)["verdict"] == "undecided"
+    assert judge(column(), low=0.0)["verdict"] == "undecided"
 
 
 def test_values_that_scatter_widely_never_agree_with_a_number():

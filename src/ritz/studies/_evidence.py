@@ -86,16 +86,16 @@ def judge(
     Across an end of the range it is undecided, so values that scatter widely never agree.
 
     Args:
-        values: By seed. With NaN, for a run that failed, the mean is undecided.
+        values: By seed. With NaN, for a run that failed, or without values it is undecided.
         low: Lower end of the range.
         high: Upper end.
         note: A condition that has to be known.
         cause: The likely cause, if the values are not as published.
     """
-    # One run has no scatter, so its value stands for the mean.
-    alone = len(values) == 1
-    verdict = located(float(values.mean()), 0.0 if alone else float(stderr(values)), low, high)
-    notes = (note, "one seed" if alone else "", cause if verdict != "agrees" else "")
+    # One run has no scatter, so its value stands for the mean; no run has the mean NaN.
+    error = float(stderr(values)) if len(values) > 1 else 0.0
+    verdict = located(float(values.mean()), error, low, high)
+    notes = (note, "one seed" * (len(values) == 1), cause * (verdict != "agrees"))
     return {"verdict": verdict, "why": "; ".join(filter(None, notes))}
 
 
@@ -114,6 +114,7 @@ def signed(
     *,
     size: float = math.inf,
     margin: float = math.nan,
+    note: str = "",
     cause: str = "",
 ) -> dict[str, Any]:
     """Return verdict and reason for differences within each seed, whose sign was published.
@@ -124,14 +125,15 @@ def signed(
         size: The published size, if it can be expected here. Differences that may be zero and are
             certainly smaller differ: such an effect would have been seen.
         margin: Size from which a difference matters; only for the sign 0.
+        note: A condition that has to be known, for another sign than 0.
         cause: The likely cause, if the result is not as published.
     """
     if not sign:
         return near(differences, 0.0, margin, cause=cause)
     # Differences and the range of positive numbers, both mirrored for a negative sign.
-    known = judge(sign * differences, low=0.0, cause=cause)
+    known = judge(sign * differences, low=0.0, note=note, cause=cause)
     seen = known["verdict"] != "undecided" or math.isinf(size)
-    return known if seen else judge(sign * differences, low=abs(size), cause=cause)
+    return known if seen else judge(sign * differences, low=abs(size), note=note, cause=cause)
 
 
 def near(values: Tensor, published: float, tolerance: float, *, cause: str = "") -> dict[str, Any]:
