@@ -187,6 +187,9 @@ def test_the_least_damping_of_adam_is_where_it_becomes_unstable_on_a_quadratic(r
         assert growth(float(curvature), 1.01 * rate * float(least)) < 1
         assert growth(float(curvature), 0.99 * rate * float(least)) > 1
     assert bool((advice.damping.mean > advice.damping_papers.mean).all())
+    # The momentum of K-FAC sums gradients, that of Adam averages them.
+    kfac = advise(risk, batch_sizes=SIZES, optimizer="kfac")
+    torch.testing.assert_close(kfac.damping.mean, advice.damping.mean / (1 - beta))
 
 
 def test_divisors_are_those_with_which_adam_steps():

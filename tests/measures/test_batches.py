@@ -187,6 +187,36 @@ def test_measured_batches_agree_with_brute_force():
     assert float(found.overlap.mean[3]) == pytest.approx(1.0, abs=1e-3)
 
 
+def test_the_mean_of_drawn_batches_leaves_out_the_noise_of_first_order():
+    # The mean over batches of phi' H_B phi is known, and explains most of how their largest
+    # eigenvalues differ: from 20 batches the mean is known better than their spread says.
+    x = inputs()
+    truth, matrices = brute_force(x, sizes=(8,), num_draws=4000)
+    leading, risk = torch.linalg.eigh(matrices.mean(0)).eigenvectors[:, -1], linear_risk(x)
+
+    found = [
+        measured_batches(
+            risk, batch_sizes=(8,), leading=leading, num_batches=20, generator=seeded(seed)
+        )
+        for seed in range(30)
+    ]
+
+    errors = torch.cat([one.value.mean - truth[0, 0] for one in found])
+    plain = float(truth[1, 0]) / 20**0.5
+    assert float(errors.square().mean().sqrt()) < 0.75 * plain
+    assert abs(float(errors.mean())) < 3 * float(errors.std()) / 30**0.5
+    assert sum(bool(covered(one.value, truth[0, :1])) for one in found) >= 25
+
+
+def test_batches_that_cost_little_are_drawn():
+    x = torch.cat([inputs(seed) for seed in range(4)])  # 1,024 samples
+    found = batch_prediction(linear_risk(x), batch_sizes=(8, 9, 64), num_vectors=6, group_size=1)
+    assert found.best.source == ("measured", "subspace", "subspace")
+    # 32 batches of 8 of 1,024 samples, with 16 products each, are four products with all samples.
+    assert found.cost - found.num_products < 6
+    assert found.trusted["subspace"] == (True, True, True)
+
+
 @pytest.mark.parametrize("matrix", ["hessian", "ggn"])
 def test_indefinite_networks_are_predicted_within_their_spread(matrix):
     x = 2 * torch.randn(120, 3, generator=seeded(0), dtype=torch.float64)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from ritz import Density, density, load, maxent, plots, save
+from ritz import Density, density, load, maxent, plots, save, trace_function
 from ritz.spectra._maxent.dual import chebyshev
 from ritz.testing import with_spectrum
 
@@ -259,3 +259,16 @@ def test_the_text_names_moments_prior_and_status(found):
     assert text.startswith("EntropicDensity on [0.5, 3.5], 7 moments (")
     assert "converged" in text
     assert ("user-defined prior" in text) == callable(found.prior)
+
+
+def test_means_on_a_short_interval_far_from_zero_are_within_their_errors():
+    # Mapped to the interval and back, the nodes lose nine digits, and narrow peaks magnify that.
+    eigenvalues = torch.tensor([1.0, 1.0 + 1e-6], dtype=torch.float64).repeat_interleave(50)
+    op = with_spectrum(eigenvalues, generator=seeded(0))
+
+    for seed in range(5):
+        found = trace_function(op, torch.exp, method="maxent", num_steps=12, generator=seeded(seed))
+
+        low, high = found.interval(0.999)
+        assert float(low) <= float(eigenvalues.exp().sum()) <= float(high)
+        assert float(high - low) < 1e-4

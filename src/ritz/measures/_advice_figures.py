@@ -238,8 +238,8 @@ class Figures:
         if not len(self.outliers):
             missing = unknown(tuple(self.sizes.shape), "no eigenvalue is positive")
             return missing, missing
-        if self.optimizer == "adam":
-            # With D = sqrt(v) + delta ~ delta, Adam is heavy ball with the rate alpha / delta.
+        if self.optimizer in ADAPTIVE:
+            # With a divisor of about delta, they are heavy ball with the rate alpha / delta.
             least = propagate(
                 lambda value, full: self._edge(value, full).reciprocal(),
                 p.best.value,

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from ritz._core.results import Estimate, Status, stderr
 from ritz._core.storage import storable
 from ritz.measures._subspace import (
-    Draws,
     Projections,
     choose_groups,
     draw_batches,
@@ -21,6 +21,8 @@ from ritz.rmt import additive_spikes, multiplicative_spikes
 # Mean, standard error and truncation of a number.
 Number = tuple[float, float, float]
 UNKNOWN: Number = (math.nan, math.nan, math.nan)
+# Fewest draws whose mean is corrected by the change of first order.
+FEWEST = 10
 
 
 @storable
@@ -173,18 +175,35 @@ def curve(
     return BatchCurve(value=value, spread=spread, overlap=overlap, source=(source,) * len(columns))
 
 
-def of_samples(samples: Tensor) -> tuple[Number, Number, Number]:
-    """Return value, spread and overlap of batches with values and overlaps ``(d, 2)``."""
-    values, overlaps = samples.T
+def of_samples(values: Tensor, overlaps: Tensor, changes: Tensor) -> tuple[Number, Number, Number]:
+    """Return value, spread and overlap of batches, ``(d,)`` each.
+
+    The changes of first order are ``phi_1' (H_B - H) phi_1``. Their mean over all batches is zero,
+    so their mean over the draws is known error.
+    """
     if len(values) == 1:
         return (float(values), 0.0, 0.0), (0.0, 0.0, 0.0), (float(overlaps), 0.0, 0.0)
-    error = float(stderr(values)), float(stderr(overlaps))
-    spread = float(values.std())
+    off = changes - changes.mean()
+    square = float(off @ off)
+    # A slope through a few draws would explain their noise as well.
+    slope = float(off @ values) / square if square > 0 and len(values) >= FEWEST else 0.0
+    adjusted = values - slope * changes
+    # The slope takes one degree of freedom more than the mean.
+    wider = math.sqrt((len(values) - 1) / (len(values) - 2)) if slope else 1.0
     return (
-        (float(values.mean()), error[0], 0.0),
-        (spread, _spread_error(values), 0.0),
-        (float(overlaps.mean()), error[1], 0.0),
+        (float(adjusted.mean()), wider * _skewed_error(adjusted), 0.0),
+        (float(values.std()), _spread_error(values), 0.0),
+        (float(overlaps.mean()), _skewed_error(overlaps), 0.0),
     )
+
+
+def _skewed_error(samples: Tensor) -> float:
+    """Return the standard error of a mean, larger if the samples are skewed.
+
+    A curve does not store its samples, from which an interval takes the skewness.
+    """
+    estimate = Estimate.of(samples, method="mean", num_products=0)
+    return float(estimate.error(0.95)) / float(stdtrit(estimate.degrees, 0.975))
 
 
 def _spread_error(values: Tensor) -> float:
@@ -210,22 +229,14 @@ def subspace(
     for size in sizes:
         chosen = choose_groups(p, size, num_draws, generator)
         full, fewer, bare = (
-            _summary(draw_batches(part, size, chosen, facts.centre)) for part in (p, half, plain)
+            of_samples(draws.values, draws.overlaps, draws.first)
+            for draws in (
+                draw_batches(part, size, chosen, facts.centre) for part in (p, half, plain)
+            )
         )
         columns.append(_with_errors(full, fewer, bare, facts))
     method = f"{num_draws} batches of {p.num_groups} groups in {p.small.shape[1]} eigenvectors"
     return curve(columns, method, "subspace", facts.num_products, num_draws - 1, facts.seed)
-
-
-def _summary(draws: Draws) -> tuple[Number, Number, Number]:
-    # The first-order change has mean zero over batches, so its mean over the draws is known error.
-    off = draws.first - draws.first.mean()
-    square = float(off @ off)
-    slope = float(off @ draws.values) / square if square > 0 else 0.0
-    adjusted = draws.values - slope * draws.first
-    value = float(adjusted.mean()), float(stderr(adjusted)), 0.0
-    _, spread, overlap = of_samples(torch.stack([draws.values, draws.overlaps], 1))
-    return value, spread, overlap
 
 
 def _with_errors(

@@ -35,7 +35,7 @@ class Tuning:
     max_doublings: int = 40
     # Differences of losses below so many units of roundoff have no sign.
     roundoff: float = 4.0
-    # Maximum of doublings of the learning rate: networks train at 2.7 to 4.2 times the edge.
+    # Maximum of doublings of the learning rate: trials stood at 0.05 to 43 times the edge.
     max_rises: int = 12
 
 
@@ -174,8 +174,8 @@ def trainable_rate(
     is not changed; its copy trains in training mode, with batch statistics and dropout if it has
     them.
 
-    This is larger than the edge of local stability :math:`2/\lambda'_1(B)`, usually by a factor of
-    two to four, because the weights move to flatter places.
+    From trained weights this is 0.8 to 3.6 times the edge of local stability, in trials of three
+    small networks on MNIST: the weights move to flatter places.
 
     Cost: 4 to 8 trainings of ``num_steps`` batches for the first trial, 2 to 5 for each other.
 

@@ -130,7 +130,7 @@ def moments(
         if basis == "legendre":
             samples = samples @ chebyshev_from_legendre(num_moments).T
         # |T_j| <= 1 on [-1, 1], so the roundoff is relative to 1; that of powers to their size.
-        roundoff = ROUNDOFF * torch.finfo(op.dtype).eps * samples.abs().amax(0).clamp_min(1.0)
+        roundoff = moment_roundoff(op, interval) * samples.abs().amax(0).clamp_min(1.0)
         estimate = replace(drawn, values=samples).estimate(
             method="moments",
             num_products=spent + len(samples) * ((num_moments + 1) // 2),
@@ -154,6 +154,14 @@ def moments(
         matrix=op.origin.get("matrix"),
         batch_norm=op.origin.get("batch_norm"),
     )
+
+
+def moment_roundoff(op: LinearOperator, interval: tuple[float, float]) -> float:
+    """Return the roundoff of Chebyshev moments on an interval."""
+    low, high = interval
+    # (2 A - (a + b)) / (b - a) cancels where the interval is short and far from zero.
+    cancellation = max(1.0, (abs(low) + abs(high)) / (high - low))
+    return ROUNDOFF * torch.finfo(op.dtype).eps * cancellation
 
 
 def _rows(

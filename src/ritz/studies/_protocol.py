@@ -185,10 +185,12 @@ def record(cls: type[C]) -> type[C]:
 def check_minimums(config: Any, **lows: float) -> None:
     """Raise unless each field of a configuration, or each of its entries, reaches its minimum.
 
-    ``None`` stands for a value that is found later, and passes.
+    A field of several entries must have one. ``None``, for a value that is found later, passes.
     """
     for name, low in lows.items():
         value = getattr(config, name)
+        if value == ():
+            raise ValueError(f"{name} must not be empty")
         # Tuples are checked entry by entry.
         for entry in value if isinstance(value, tuple) else (value,):
             check: Any = check_count if isinstance(low, int) else check_range

@@ -59,7 +59,8 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     # Without dropout, so that training minimises the loss whose curvature is measured.
     "vgg16": ("vgg16", {"dropout": 0.0}),
 }
-PREDICTIONS = ("subspace", "directional", "additive", "multiplicative")
+# The first is what `advise` uses; goals are judged on it.
+PREDICTIONS = ("best", "subspace", "directional", "additive", "multiplicative")
 QUANTITIES = ("value", "spread", "overlap")
 ROWS = 2 + len(PREDICTIONS)  # measured, its errors, and the predictions
 # Goals: largest deviations of the mean. Each holds from its batch size on.
@@ -104,7 +105,7 @@ class Config:
     num_training: int | None = None
     epochs: tuple[int, ...] = (1, 10)
     batch_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048)
-    num_batches: tuple[int, ...] = (20, 20, 10, 10, 5)
+    num_batches: tuple[int, ...] = (200, 60, 20, 10, 5)
     matrices: tuple[str, ...] = MATRICES
     shown: int = 128
     num_steps: int = 80
@@ -121,7 +122,7 @@ class Config:
     def __post_init__(self) -> None:
         check_minimums(
             self, num_samples=20, epochs=1, num_batches=2, num_steps=3, num_vectors=1, rate=1e-6,
-            num_seeds=1, seed=0,
+            num_seeds=1, seed=0, batch_sizes=1,
         )  # fmt: skip
         check_range("momentum", self.momentum, low=0.0, high=0.999)
         check_minimums(self, num_training=self.num_samples)
@@ -130,9 +131,6 @@ class Config:
             check_count("batch_sizes", size, high=self.num_samples)
         check_count("train_size", self.train_size, high=self.training)
         check_count("shown", self.shown, high=self.num_samples)
-        for name in ("epochs", "batch_sizes", "num_batches"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must not be empty")
 
     @property
     def training(self) -> int:
@@ -178,7 +176,7 @@ class Result(StudyResult[Config]):
     Attributes:
         measured: Value, spread and overlap of drawn batches, ``(3, n, e, s, m, S)``.
         errors: Standard errors of these, same shape.
-        predicted: Value, spread and overlap of each prediction, ``(4, 3, n, e, s, m, S)``.
+        predicted: Value, spread and overlap of each prediction, ``(5, 3, n, e, s, m, S)``.
         lambda_max: Largest eigenvalue of all data, ``(n, e, s, m)``.
         along: :math:`V(\varphi_1)`, same shape.
         variance: :math:`P \sigma^2`, same shape.
@@ -407,12 +405,12 @@ def _heading(result: Result) -> list[str]:
         f"a prediction costs {result.cost:.0f} products with the whole matrix",
         f"{'':10}{'batch':>7}{'measured':>10}"
         + "".join(f"{name:>16}" for name in PREDICTIONS)
-        + f"{'overlap':>10}{'predicted':>11}{'spread':>9}{'predicted':>11}",
+        + f"{'overlap':>10}{'predicted':>11}{'spread':>16}{'predicted':>11}",
     ]
 
 
 def deviations(result: Result) -> tuple[Tensor, Tensor]:
-    """Return relative deviations of the mean, ``(4, n, S)``, and their standard errors ``(n, S)``.
+    """Return relative deviations of the mean, ``(5, n, S)``, and their standard errors ``(n, S)``.
 
     Values are divided by the largest eigenvalue of all data, and then averaged over epochs, seeds
     and matrices.
@@ -432,6 +430,9 @@ def _table(result: Result) -> list[str]:
     deviation, error = deviations(result)
     mean = result.measured.mean((2, 3, 4))  # (3, n, S)
     predicted = result.predicted[0].mean((2, 3, 4))
+    # Relative standard errors of the spreads; both matrices have the same batches.
+    runs = result.errors.shape[2] * result.errors.shape[3]
+    doubt = result.errors[1].square().mean(3).sum((1, 2)).sqrt() / runs / mean[1]
     for i, name in enumerate(c.networks):
         for k, size in enumerate(c.batch_sizes):
             cells = [_percent(deviation[p, i, k], error[i, k])
@@ -440,7 +441,7 @@ def _table(result: Result) -> list[str]:
                 f"{name if k == 0 else '':10}{size:>7,}{mean[0, i, k]:>10.3g}"
                 + "".join(f"{cell:>16}" for cell in cells)
                 + f"{mean[2, i, k]:>10.2f}{predicted[2, i, k]:>11.2f}"
-                + f"{mean[1, i, k]:>9.3g}{predicted[1, i, k]:>11.3g}"
+                + f"{mean[1, i, k]:>8.3g} ± {doubt[i, k]:<5.0%}{predicted[1, i, k]:>11.3g}"
             )
     return lines
 
@@ -472,7 +473,7 @@ def _verdicts(result: Result) -> list[str]:
         ),
     }
     for title, met in checks.items():
-        lines.append(f"subspace, {title}: {int(met.sum())} of {met.numel()}")
+        lines.append(f"{PREDICTIONS[0]}, {title}: {int(met.sum())} of {met.numel()}")
     lines.append(f"trust, as all networks are within {TRUSTED:.0%}:")
     for name, shown in zip(PREDICTIONS, deviation, strict=True):
         # A model that does not apply to one of the networks is not within anything.
@@ -602,7 +603,7 @@ def _claim(result: Result, place: int) -> Evidence:
              for mean, error in units.T.tolist()]  # fmt: skip
     known = all_of(*parts) if published else {"verdict": "extends", "why": why}
     if known["verdict"] != "differs" and published and _largest(off) > TRUSTED:
-        known["why"] += f", but {_largest(off):.0%} off at another size"
+        known["why"] += f"; {_largest(off):.0%} off at another size"
     if not bool(applies.all()):
         outside = [one for one, fits in zip(c.networks, applies, strict=True) if not fits]
         known["why"] += f"; it does not apply to {', '.join(outside)}"
@@ -625,8 +626,7 @@ def _nearest(sizes: tuple[int, ...]) -> int:
     return min(range(len(sizes)), key=lambda k: abs(sizes[k] - 128))
 
 
-def _relative(result: Result) -> Tensor:
-    """Return the relative spread of lambda_1 between batches."""
+def _relative(result: Result) -> Tensor:  # the spread of lambda_1 between batches
     return result.measured[1] / result.measured[0]
 
 

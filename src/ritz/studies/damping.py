@@ -46,6 +46,7 @@ from ritz.training._shared import create_optimizer
 
 OPTIMIZERS = ("damped_adamw", "kfac", "ekfac")  # with a damping delta
 NAMES = {"damped_adamw": "damped AdamW", "kfac": "K-FAC", "ekfac": "EK-FAC"}
+MOMENTUM = 0.9  # by default, of all of them
 PREDICTIONS = ("noise along phi_1", "homogeneous noise", "edge of stability")
 
 
@@ -169,14 +170,16 @@ def run(
 def _measure(config: Config, train: Samples, name: str) -> Tensor:
     """Return least damping, its error and the predictions of one network, ``(rates, 5, S)``."""
     risk = Risk(trained_network(name, config, train), cross_entropy, train)
-    # The damping advised for K-FAC is that by the noise along phi_1; for Adam it is by the edge.
+    # For SGD the damping advised is that by the noise along phi_1.
     advice = measures.advise(
-        risk, batch_sizes=config.batch_sizes, optimizer="kfac", generator=seeded(config.seed)
+        risk, batch_sizes=config.batch_sizes, optimizer="sgd", generator=seeded(config.seed)
     )
-    # While delta is large beside sqrt(v), a step is one of SGD with dampened momentum and the
-    # learning rate alpha/delta: the edge is that of the curvature without a preconditioner.
+    # While delta is large beside the divisors, a step is one of SGD with momentum and the learning
+    # rate alpha/delta: the edge is that of the curvature without a preconditioner. The running mean
+    # of Adam is dampened by 1 - beta_1, the momentum of K-FAC is not.
+    kind: Any = "adam" if config.optimizer == "damped_adamw" else "kfac"
     edge = measures.stable_rate(
-        advice.prediction.best.value.mean, optimizer="adam", momentum=advice.momentum,
+        advice.prediction.best.value.mean, optimizer=kind, momentum=MOMENTUM,
         full=advice.prediction.lambda_max.mean,
     )  # fmt: skip
     rows = []

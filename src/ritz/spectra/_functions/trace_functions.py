@@ -11,7 +11,7 @@ from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate, stderr
-from ritz._core.sampling import ROUNDOFF, Sampling, check_samples, doubling, draw_probes, is_settled
+from ritz._core.sampling import Sampling, check_samples, doubling, draw_probes, is_settled
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._functions.quadrature import (
     ADVICE,
@@ -27,7 +27,7 @@ from ritz.spectra._functions.quadrature import (
 from ritz.spectra._functions.splitting import by_krylov
 from ritz.spectra._lanczos import Bounds, Reorthogonalization, bounds
 from ritz.spectra._maxent import EntropicDensity, Grid, in_interval, maxent
-from ritz.spectra._moments import Moments, moments
+from ritz.spectra._moments import Moments, moment_roundoff, moments
 
 TraceFunctionMethod = Literal["auto", "lanczos", "krylov", "chebyshev", "maxent", "eigenvalues"]
 
@@ -181,7 +181,7 @@ def by_chebyshev(op: LinearOperator, budget: Budget, function: Function) -> Esti
         series, gap = _interpolation(function, measured.interval, degree)
         return Estimate.of(
             n * (measured.samples @ series),
-            truncation=n * (gap + ROUNDOFF * torch.finfo(op.dtype).eps * series.abs().sum()),
+            truncation=n * (gap + moment_roundoff(op, measured.interval) * series.abs().sum()),
             num_products=measured.num_products,
             method=f"Chebyshev series of degree {degree}, {len(measured.samples)} probes",
         )
@@ -211,7 +211,7 @@ def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Estimat
         return Estimate.of(
             n * (density.expectation(function) + off @ slopes),
             truncation=n
-            * (2 * gap + relaxed + ROUNDOFF * torch.finfo(op.dtype).eps * series.abs().sum()),
+            * (2 * gap + relaxed + moment_roundoff(op, measured.interval) * series.abs().sum()),
             num_products=measured.num_products,
             method=f"maximum entropy, {degree} moments, {len(measured.samples)} probes",
         )
@@ -320,9 +320,7 @@ def _interval(
 def _regression(density: EntropicDensity, function: Function) -> tuple[Tensor, Tensor]:
     """Return the coefficients of the function on the polynomials, and the density's moments."""
     grid = Grid.make(density.grid_size, len(density.alphas))
-    points = in_interval(grid.nodes, density.interval)
-    shares = grid.weights * density.pdf(points)
-    shares = shares / shares.sum()
+    points, shares = density.discretized()
     # d E_q[f] / d mu = (cov_q(T) + diag(r))^{-1} cov_q(T, f), with the ridge r of the dual.
     polynomials, values = grid.polynomials[:, 1:], function(points)
     centred = polynomials - shares @ polynomials

@@ -112,10 +112,16 @@ class EntropicDensity(HasStatus):
 
     def expectation(self, function: Callable[[Tensor], Tensor]) -> float:
         """Return the mean of an elementwise function of an eigenvalue."""
-        rule = self._rule()
-        scale = (self.interval[1] - self.interval[0]) / 2
-        shares = rule.grid.weights * scale * self.pdf(rule.points)
-        return float((shares * function(rule.points)).sum())
+        points, shares = self.discretized()
+        return float((shares * function(points)).sum())
+
+    def discretized(self) -> tuple[Tensor, Tensor]:
+        """Return the nodes of the quadrature and the fraction of eigenvalues at each, ``(G,)``."""
+        rule = quadrature(self.prior, self.interval, self.grid_size, len(self.alphas))
+        # At the nodes in [-1, 1]: mapped to a short interval far from zero and back, as in the
+        # density, they would have the roundoff of that, which narrow peaks magnify.
+        exponents = rule.log_prior - rule.grid.polynomials[:, 1:] @ self.alphas
+        return rule.points, (exponents + rule.grid.weights.log()).softmax(0)
 
     def moment(self, degree: int) -> float:
         """Return the mean of a power of an eigenvalue."""
