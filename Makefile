@@ -47,7 +47,7 @@ test-gpu: ## run the tests that need a CUDA device, with the current Python
 test-peers: $(PEERS)/.ready ## compare with other libraries, in a separate environment
 	$(PEERS)/bin/python -m pytest -q tests/peers --timeout 600
 
-intervals: $(VENV)/.ready ## measure how often intervals hold the truth, for docs/intervals.md; 30 minutes
+intervals: $(VENV)/.ready ## measure how often intervals hold the truth, for docs/intervals.md; 15 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/intervals.py --workers 2 \
 		--out benchmarks/results/intervals.json --docs docs/intervals.md
 

@@ -563,7 +563,7 @@ def _draw_curves(axis: Any, result: Result, i: int, quantity: int) -> None:
 def _draw_densities(axis: Any, pair: Mapping[str, Spectrum], size: int) -> None:
     """Draw the spectral densities of all data and of a batch in one panel."""
     # Colours of their own: the one legend of the figure also names the predictions.
-    axis.set_prop_cycle(color=["black", style.STYLE.palette[4]])
+    axis.set_prop_cycle(color=["black", style.STYLE.palette[5]])
     for name, label in (("all data", "all data"), ("a batch", f"a batch of {size:,}")):
         plots.density(pair[name], ax=axis, log=True)
         # Without the width of the smoothing, which is another one in each panel.
