@@ -5,6 +5,7 @@ import torch
 
 import ritz
 from ritz import studies
+from ritz._core.journal import Journal, Parts
 from ritz.studies import _noise_regimes
 from ritz.studies import covariance_noise as study
 
@@ -49,6 +50,26 @@ def test_an_interrupted_study_repeats_no_finished_run(result, tmp_path, monkeypa
     assert len(calls) == 6 + 1 + 1
     assert torch.equal(again.accuracies, result.accuracies)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_rate_at_which_one_seed_diverges_is_not_chosen(monkeypatch):
+    # Validation accuracies by rate and seed; the large rate is the best for most seeds.
+    scores = {0.1: (0.90, 0.91, 0.90), 0.2: (0.93, 0.92, 0.94), 0.4: (0.97, 0.0, 0.98)}
+    seen = []
+
+    def score(self, method, rate, seed, state):
+        seen.append((rate, seed))
+        return scores[rate][seed - 1003]
+
+    monkeypatch.setattr(_noise_regimes.Runner, "_score", score)
+    config = study.Config(tasks=("digits/mlp",), rates=tuple(scores), seed=3)
+    runner = _noise_regimes.Runner(config, "digits", "mlp")
+    assert runner.choose("large", Parts(Journal(None, {}))) == 0.2
+    # The last seed of the rate that diverged is not run: it cannot help.
+    assert seen == [(rate, seed) for rate in scores for seed in (1003, 1004, 1005)][:-1]
+
+    scores |= dict.fromkeys(scores, (0.0, 0.0, 0.0))
+    assert runner.choose("large", Parts(Journal(None, {}))) == 0.1
 
 
 def test_one_step_clouds_have_their_exact_covariance():

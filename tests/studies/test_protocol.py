@@ -9,7 +9,7 @@ import torch
 import ritz
 from ritz import plots, studies
 from ritz._core.registry import UnknownNameError
-from ritz.studies._protocol import compute_cells, versions
+from ritz.studies._protocol import check_entries, check_minimums, compute_cells, record, versions
 
 
 @dataclass(frozen=True)
@@ -166,3 +166,30 @@ def test_evidence_has_a_row_per_figure_and_the_command_of_each_result(tmp_path):
     assert all(row.count(" | ") == 4 for row in rows)
     assert "`ritz study averaging --size smoke`" in page
     assert versions()["machine"] in page
+
+
+@record
+class Sized:
+    names: tuple[str, ...] = ("a",)
+    count: int | None = None
+    sizes: tuple[int, ...] = (4,)
+
+    def __post_init__(self):
+        check_minimums(self, count=2, sizes=3)
+        check_entries(self, names=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"count": 1}, "count must be at least 2"),
+        ({"sizes": (4, 2)}, "sizes must be at least 3"),
+        ({"sizes": ()}, "sizes must not be empty"),
+        ({"names": ("a", "c")}, "names must be one of a, b"),
+        ({"names": ()}, "names must not be empty"),
+    ],
+)
+def test_every_entry_of_a_field_is_checked(bad, match):
+    with pytest.raises(ValueError, match=match):
+        Sized(**bad)
+    assert Sized(count=2).count == 2

@@ -84,7 +84,8 @@ def test_accuracies_of_the_published_network_are_compared_with_the_table():
     sgd, gadamx = vgg16.evidence(result)
 
     assert (sgd.published, sgd.verdict) == ("74.15", "agrees")
-    assert (gadamx.published, gadamx.verdict, gadamx.why) == ("76.85", "differs", "-6.85")
+    assert (gadamx.published, gadamx.verdict) == ("76.85", "differs")
+    assert "one seed" in gadamx.why
     assert "1 seed" in gadamx.what
 
 

@@ -63,17 +63,29 @@ class Runner:
         }
 
     def choose(self, method: str, parts: Parts) -> float:
-        """Return the learning rate with the best validation accuracy."""
+        """Return the learning rate whose worst validation accuracy over the tuning seeds is best.
+
+        The smallest one, if every rate diverges for some seed.
+        """
         rates: tuple[float, ...] = self.config.rates
         if len(rates) == 1:
             return rates[0]
-        values = [parts.get(f"rate {rate}", partial(self._score, method, rate)) for rate in rates]
-        return rates[max(range(len(rates)), key=values.__getitem__)]
+        # A run that diverged scores zero, so its rate is never better than this.
+        chosen, best = min(rates), 0.0
+        for rate in rates:
+            worst = math.inf
+            for k in range(self.config.tuning_seeds):
+                score = partial(self._score, method, rate, self.config.seed + 1000 + k)
+                worst = min(worst, parts.get(f"rate {rate} seed {k}", score))
+                if worst <= best:  # more seeds cannot make it better
+                    break
+            else:
+                chosen, best = rate, worst
+        return chosen
 
-    def _score(self, method: str, rate: float, state: StatePath) -> float:
-        seed, epochs = self.config.seed + 1000, self.config.tuning_epochs
+    def _score(self, method: str, rate: float, seed: int, state: StatePath) -> float:
+        epochs = self.config.tuning_epochs
         _, result = self._fit(method, rate, seed, self.tuning, epochs=epochs, state=state)
-        # A run that diverged is never the best.
         return float(result.metrics["validation_accuracy"]) if result.status.ok else 0.0
 
     def train(

@@ -183,13 +183,29 @@ def record(cls: type[C]) -> type[C]:
 
 
 def check_minimums(config: Any, **lows: float) -> None:
-    """Raise unless each field of a configuration, or each of its entries, reaches its minimum."""
+    """Raise unless each field of a configuration, or each of its entries, reaches its minimum.
+
+    A field of several entries must have one. ``None``, for a value that is found later, passes.
+    """
     for name, low in lows.items():
         value = getattr(config, name)
+        if value == ():
+            raise ValueError(f"{name} must not be empty")
         # Tuples are checked entry by entry.
         for entry in value if isinstance(value, tuple) else (value,):
             check: Any = check_count if isinstance(low, int) else check_range
-            check(name, entry, low=low)
+            if entry is not None:
+                check(name, entry, low=low)
+
+
+def check_entries(config: Any, **choices: Collection[str]) -> None:
+    """Raise unless each field of a configuration has entries, all of them among its choices."""
+    for name, known in choices.items():
+        entries = getattr(config, name)
+        if not entries:
+            raise ValueError(f"{name} must not be empty; choices are {', '.join(known)}")
+        for entry in entries:
+            check_choice(name, entry, known)
 
 
 def track(items: Collection[T], label: str, progress: bool | Progress) -> Iterator[T]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ritz import data, models, optim, plots, training
 from ritz._core.progress import Progress
 from ritz.plots._shared import style
-from ritz.studies._evidence import Evidence, signed, spread
+from ritz.studies._evidence import POINTS, Evidence, signed, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -127,9 +127,8 @@ class Config:
         check_minimums(
             self, num_test=10, width=1, batch_size=2, num_epochs=4, num_seeds=2, seed=0,
             sgd_rate=0.0, adam_rate=0.0, gadamx_rate=0.0, adam_decay=0.0, gadamx_decay=0.0,
+            num_train=20,
         )  # fmt: skip
-        if self.num_train is not None:
-            check_minimums(self, num_train=20)
 
 
 SIZES = {
@@ -298,7 +297,8 @@ def evidence(result: Result) -> list[Evidence]:
         Evidence(
             paper="SPECTRA", where=f"Figure {where}", what=what, published=published,
             measured=spread(values),
-            **signed(differences, sign, cause=CAUSES.get(where, "")) | NOTES.get(where, {}),
+            **signed(differences, sign, margin=POINTS, cause=CAUSES.get(where, ""))
+            | NOTES.get(where, {}),
         )
         for where, what, published, values, differences, sign in rows
     ]  # fmt: skip

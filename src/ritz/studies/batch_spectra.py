@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from ritz import data, models, plots
-from ritz._core.checks import check_choice, check_count, check_device, check_range, is_below
+from ritz._core.checks import check_count, check_device, check_range, is_below
 from ritz._core.journal import Journal, Parts
 from ritz._core.progress import Progress
 from ritz._core.results import stderr
@@ -37,10 +37,11 @@ from ritz.measures import (
 )
 from ritz.plots._shared import style
 from ritz.spectra import Spectrum, lanczos
-from ritz.studies._evidence import Evidence, spread
+from ritz.studies._evidence import Evidence, all_of, judge, located, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
+    check_entries,
     check_minimums,
     record,
     seeded,
@@ -121,22 +122,15 @@ class Config:
     def __post_init__(self) -> None:
         check_minimums(
             self, num_samples=20, epochs=1, num_batches=2, num_steps=3, num_vectors=1, rate=1e-6,
-            num_seeds=1, seed=0,
+            num_seeds=1, seed=0, batch_sizes=1,
         )  # fmt: skip
         check_range("momentum", self.momentum, low=0.0, high=0.999)
-        if self.num_training is not None:
-            check_count("num_training", self.num_training, low=self.num_samples)
-        for name in self.networks:
-            check_choice("networks", name, NETWORKS)
-        for name in self.matrices:
-            check_choice("matrices", name, MATRICES)
+        check_minimums(self, num_training=self.num_samples)
+        check_entries(self, networks=NETWORKS, matrices=MATRICES)
         for size in self.batch_sizes:
             check_count("batch_sizes", size, high=self.num_samples)
         check_count("train_size", self.train_size, high=self.training)
         check_count("shown", self.shown, high=self.num_samples)
-        for name in ("networks", "epochs", "batch_sizes", "num_batches", "matrices"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must not be empty")
 
     @property
     def training(self) -> int:
@@ -595,41 +589,53 @@ def evidence(result: Result) -> list[Evidence]:
 def _claim(result: Result, place: int) -> Evidence:
     """Return how far a prediction is off, for the network where it is worst."""
     c, name = result.config, PREDICTIONS[place]
-    off = deviations(result)[0][place]  # (n, S)
+    deviation, errors = deviations(result)
+    off = deviation[place]  # (n, S)
     # A model that does not apply to a network predicts nothing for it.
-    applies = [one for one, row in zip(c.networks, off, strict=True) if bool(row.isfinite().all())]
+    applies = off.isfinite().all(1)
     worst = off.nan_to_num().gather(0, off.nan_to_num().abs().argmax(0, keepdim=True))[0]
-    cells = [f"{size:,}: {w:+.0%}" for size, w in zip(c.batch_sizes, worst.tolist(), strict=True)]
-    published = name in ("additive", "multiplicative")
+    published, k = name in ("additive", "multiplicative"), _nearest(c.batch_sizes)
     # The paper compares at B = 128, in standard deviations between batches.
-    nearest = min(range(len(c.batch_sizes)), key=lambda k: abs(c.batch_sizes[k] - 128))
-    gap = (result.predicted[place, 0] - result.measured[0]).mean((1, 2, 3))[:, nearest]
-    distances = (gap / result.measured[1].mean((1, 2, 3))[:, nearest]).abs()
-    known = distances.isfinite()
-    units = float(distances[known].max()) if known.any() else math.nan
-    holds = is_below(units, 1.0) if published else is_below(off[:, nearest].abs().max(), TRUSTED)
-    why = f"up to {units:.1f} standard deviations at B = {c.batch_sizes[nearest]}"
-    if published and holds and bool((off.abs() > TRUSTED).any()):
-        why += f", but {off.abs().nan_to_num().max():.0%} off at another size"
-    if len(applies) < len(c.networks):
-        outside = [one for one in c.networks if one not in applies]
-        why += f"; it does not apply to {', '.join(outside)}"
+    units = torch.stack([off, errors])[..., k] / _relative(result).mean((1, 2, 3))[:, k]
+    units = units[:, applies]
+    why = f"up to {_largest(units[0]):.1f} standard deviations at B = {c.batch_sizes[k]}"
+    parts = [{"verdict": located(mean, error, -1.0, 1.0), "why": why}
+             for mean, error in units.T.tolist()]  # fmt: skip
+    known = all_of(*parts) if published else {"verdict": "extends", "why": why}
+    if known["verdict"] != "differs" and published and _largest(off) > TRUSTED:
+        known["why"] += f"; {_largest(off):.0%} off at another size"
+    if not bool(applies.all()):
+        outside = [one for one, fits in zip(c.networks, applies, strict=True) if not fits]
+        known["why"] += f"; it does not apply to {', '.join(outside)}"
     return Evidence(
         paper="SPECTRA",
         where="5.6, Figure 5.6" if published else "5.6",
-        what=f"{name} prediction: deviation of lambda_1 by B, worst of {_subjects(c)}",
+        what=f"{name} prediction of lambda_1: worst error, B = "
+        + ", ".join(f"{size:,}" for size in c.batch_sizes),
         published="within one standard deviation at B = 128" if published else "-",
-        measured=", ".join(cells) if applies else "-",
-        verdict=("agrees" if holds else "differs") if published else "extends",
-        why=why,
+        measured=", ".join(f"{w:+.0%}" for w in worst) if bool(applies.any()) else "-",
+        **known,
     )
 
 
-def _subjects(config: Config) -> str:
-    """Return networks, matrices and samples in a few words."""
-    names = config.networks
-    networks = names[0] if len(names) == 1 else f"{len(names)} networks"
-    return f"{networks} ({', '.join(config.matrices)}, N = {config.num_samples:,})"
+def _largest(values: Tensor) -> float:
+    return max(values.abs().nan_to_num().flatten().tolist(), default=math.nan)
+
+
+def _nearest(sizes: tuple[int, ...]) -> int:
+    return min(range(len(sizes)), key=lambda k: abs(sizes[k] - 128))
+
+
+def _relative(result: Result) -> Tensor:  # the spread of lambda_1 between batches
+    return result.measured[1] / result.measured[0]
+
+
+def setting(result: Result) -> str:
+    """Return networks, matrices and samples."""
+    c = result.config
+    networks, kinds = ", ".join(c.networks), " and ".join(c.matrices)
+    seeds = f"{c.num_seeds} seed{'s'[: c.num_seeds > 1]}"
+    return f"{networks} on {c.num_samples:,} samples of {c.dataset}, {kinds}, {seeds}."
 
 
 def _correction(result: Result) -> Iterator[Evidence]:
@@ -639,28 +645,21 @@ def _correction(result: Result) -> Iterator[Evidence]:
     sizes = [size / (1 - size / c.num_samples) for size in c.batch_sizes if size < c.num_samples]
     if len(sizes) < 2:
         return
-    relative = (result.measured[1] / result.measured[0])[..., : len(sizes)]
+    relative = _relative(result)[..., : len(sizes)]
     # The batches of the two matrices are the same, so they count once.
     slopes = exponents(sizes, relative).mean(-1).flatten()
     if len(slopes) < 2:
         return  # the slope of one run has no error
-    nearest = min(range(len(sizes)), key=lambda k: abs(c.batch_sizes[k] - 128))
+    nearest = _nearest(c.batch_sizes[: len(sizes)])
     shares = relative.mean((1, 2, 3))[:, nearest]
-    published, mean = ((slopes.mean() - one).abs() for one in CORRECTIONS)
-    holds = is_below(published, float(mean))
-    reason = (
-        "nearer to -1/2, as of means over B samples; the cited rate bounds the distribution "
-        "of all eigenvalues"
-    )
     yield Evidence(
         paper="SPECTRA",
         where="5.6",
-        what=f"spread of lambda_1 over its mean: exponent over B, and value at B = "
-        f"{c.batch_sizes[nearest]}, {_subjects(c)}",
+        what=f"spread of lambda_1: exponent over B, and share at B = {c.batch_sizes[nearest]}",
         published="-1/4, about 30 % at B = 128",
         measured=f"{spread(slopes)}; {float(shares.min()):.0%} to {float(shares.max()):.0%}",
-        verdict="agrees" if holds else "differs",
-        why="" if holds else reason,
+        # Nearer to the published exponent than to that of means.
+        **judge(slopes, low=sum(CORRECTIONS) / 2, cause="nearer to -1/2, as of means over samples"),
     )
 
 
@@ -677,12 +676,11 @@ def _broadening(result: Result) -> Iterator[Evidence]:
         yield Evidence(
             paper="SPECTRA",
             where="Figure 5.2" if matrix == "hessian" else "Figure 5.4",
-            what=f"{matrix} of a batch of {c.shown} over all {c.num_samples:,}: two largest "
-            f"eigenvalues, width of the bulk ({', '.join(pairs)})",
-            published="larger outliers, wider bulk",
-            measured=", ".join(map(_range, ("largest", "second", "bulk"), columns)),
+            what=f"{matrix}, a batch of {c.shown} over all: lambda_1, lambda_2, width of the bulk",
+            published="all above 1",
+            measured=", ".join(map(_range, columns)),
             verdict="agrees" if holds else "differs",
-            why="" if holds else "not all of them; one batch of each network",
+            why="one batch of each network",
         )
 
 
@@ -697,6 +695,6 @@ def _extent(spectrum: Spectrum) -> tuple[float, float, float]:
     return float(spectrum.values[-1]), float(spectrum.values[-2]), edge.upper - edge.lower
 
 
-def _range(name: str, values: list[float]) -> str:
+def _range(values: list[float]) -> str:
     low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return f"{name} {low}" + (f" to {high}" if high != low else "")
+    return low + (f" to {high}" if high != low else "")

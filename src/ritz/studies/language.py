@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ritz import data, models, plots, training
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_range
 from ritz._core.progress import Progress
 from ritz.data import TextData, TextSplit
 from ritz.plots._shared import style
@@ -28,6 +28,7 @@ from ritz.studies._evidence import Evidence, signed, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
+    check_entries,
     check_minimums,
     compute_by_seed,
     record,
@@ -118,14 +119,10 @@ class Config:
     def __post_init__(self) -> None:
         check_minimums(
             self, length=2, batch_size=1, width=1, hidden=1, depth=1, num_epochs=4, patience=1,
-            num_seeds=1, seed=0, rate=0.0,
+            num_seeds=1, seed=0, rate=0.0, num_words=200, vocabulary=10,
         )  # fmt: skip
-        for name in self.methods:
-            check_choice("methods", name, PRESETS)
+        check_entries(self, methods=PRESETS)
         check_range("regularization", self.regularization, low=0.0, high=1.0)
-        for name, low in (("num_words", 200), ("vocabulary", 10)):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), low=low)
 
 
 SIZES = {
@@ -259,7 +256,7 @@ def evidence(result: Result) -> list[Evidence]:
                 what=f"change of the test perplexity in %, {name} against {other}",
                 published=f"{published:+.1f}",
                 measured=spread(change),
-                **signed(change, int(math.copysign(1, published))),
+                **signed(change, int(math.copysign(1, published)), size=published),
             )
         )
     return rows

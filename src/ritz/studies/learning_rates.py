@@ -26,7 +26,7 @@ from ritz._core.propagation import propagate
 from ritz._core.results import stderr
 from ritz.curvature import Risk, distance, summary
 from ritz.plots._shared import style
-from ritz.studies._evidence import Evidence, signed, spread
+from ritz.studies._evidence import Evidence, judge, near, signed, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -350,22 +350,33 @@ def evidence(result: Result) -> list[Evidence]:
     return [*rates, *_ratios(result), _rule(result, 0), _rule(result, 1), _far(result)]
 
 
+def setting(result: Result) -> str:
+    """Return data, batches and runs."""
+    c = result.config
+    sizes = ", ".join(str(size) for size in c.batch_sizes if size <= LARGEST)
+    return (
+        f"{c.num_samples:,} images of {c.dataset}, {c.num_seeds} seeds; exponents from B = {sizes}."
+    )
+
+
 def _exponent(result: Result, i: int, k: int) -> Evidence:
     """Return the exponent of the largest learning rate of a network, from trained weights."""
-    c, small = result.config, [s for s in result.config.batch_sizes if s <= LARGEST]
+    c = result.config
     values = result.exponents(result.largest)[:, i, 0, k]
     guess = float(result.exponents(result.edges)[:, i, 0, k].mean())
-    linear = abs(float(values.nanmean()) - 1) < 0.2
     with_momentum = f"momentum {c.momenta[k]:g}" if c.momenta[k] else "no momentum"
     return Evidence(
         paper="SPECTRA",
         where="5.7, Figures 5.7, 5.9, 5.10",
-        what=f"{c.networks[i]}, {with_momentum}: exponent of the largest stable rate over B "
-        f"({small[0]} to {small[-1]})",
+        what=f"{c.networks[i]}, {with_momentum}: exponent of the largest stable rate over B",
         published="1 (linear)",
         measured=f"{spread(values.round(decimals=3))}; edge predicts {guess:.2f}",
-        verdict="agrees" if linear else "differs",
-        why="within 0.2" if linear else "curvature of all data begins to set the limit",
+        **near(
+            values[values.isfinite()],
+            1.0,
+            0.2,
+            cause="curvature of all data begins to set the limit",
+        ),
     )
 
 
@@ -395,8 +406,6 @@ def _rule(result: Result, optimizer: int) -> Evidence:
     errors = 100 * result.test_errors[:, optimizer, :, place].nan_to_num(nan=100.0)
     expected = optimizer == 0  # SGD follows the linear rule, Adam the square root
     gap = (errors[:, 0] - errors[:, 1]) * (1 if expected else -1)
-    # Which one is better is known from two standard errors on, within the seeds.
-    known = signed(gap, -1) if len(gap) > 1 else {"verdict": "agrees" if gap[0] < 0 else "differs"}
     return Evidence(
         paper="SPECTRA",
         where="Figure 5.7b" if expected else "Figures 5.15, 5.16",
@@ -404,7 +413,7 @@ def _rule(result: Result, optimizer: int) -> Evidence:
         "square-root rule",
         published="linear is better" if expected else "square root is better",
         measured=f"{spread(errors[:, 0])} and {spread(errors[:, 1])}",
-        **(known if len(gap) > 1 else known | {"why": "one seed"}),
+        **signed(gap, -1),
     )
 
 
@@ -416,14 +425,12 @@ def _far(result: Result) -> Evidence:
         pairs = pairs[:, pairs.isfinite().all(0)]  # runs that diverged are NaN
         correlations.append(float(torch.corrcoef(pairs)[0, 1]))
     values = column(correlations)
-    # Farther and better: distances and errors go in opposite directions.
-    better = float(values.nanmean()) < 0
     return Evidence(
         paper="SPECTRA",
         where="Figure 5.8",
         what="SGD: correlation of test error with the distance from the initial weights",
         published="farther is better",
         measured=spread(values.round(decimals=3)),
-        verdict="agrees" if better else "differs",
-        why="shorter runs move less and learn less" if better else "",
+        # Farther and better: distances and errors go in opposite directions.
+        **judge(values, high=0.0, note="shorter runs move less and learn less"),
     )

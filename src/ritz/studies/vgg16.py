@@ -28,15 +28,23 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ritz import data, measures, models, optim, plots, training
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.storage import to_json, write_text
 from ritz._core.training_config import TrainingPrecision
 from ritz.curvature import Risk, hessian
 from ritz.plots._shared import style
 from ritz.spectra import frobenius_norm, lanczos, trace
-from ritz.studies._evidence import Evidence, Verdict, signed, spread
-from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track, versions
+from ritz.studies._evidence import Evidence, all_of, judge, near, points, signed, spread
+from ritz.studies._protocol import (
+    StudyResult,
+    check_entries,
+    check_minimums,
+    record,
+    seeded,
+    track,
+    versions,
+)
 
 # Settings of Table 2 and appendix B.2; averaged methods average from epoch 161 of 300.
 METHODS: dict[str, dict[str, Any]] = {
@@ -53,6 +61,7 @@ PAPER = {
 }  # fmt: skip
 # Averaged methods and the same optimiser without an average.
 BASES = {"swa": "sgd", "gadam": "adamw", "gadamx": "padamw"}
+PARTNERS = BASES | {base: name for name, base in BASES.items()}
 # Largest eigenvalue of the average over that of the last iterate, Tables 15 and 9, without batch
 # norm; the first of two terminal learning rates.
 SHARPNESS = {"swa": ("Table 15", 1.85 / 14.6), "gadam": ("Table 9", 43 / 280)}
@@ -108,8 +117,7 @@ class Config:
         check_minimums(
             self, num_seeds=1, num_epochs=2, measured=0, num_steps=5, seed=0, adaptive_rate=0.0
         )
-        for name in self.methods:
-            check_choice("methods", name, METHODS)
+        check_entries(self, methods=METHODS)
         for epoch in self.epochs:
             check_count("epochs", epoch, high=self.num_epochs - 1)
 
@@ -280,7 +288,7 @@ def evidence(result: Result) -> list[Evidence]:
                 what=f"test accuracy in %, {name} less {BASES[name]}",
                 published=f"{PAPER[name] - PAPER[BASES[name]]:+.2f}",
                 measured=spread(gain),
-                **signed(gain, 1),
+                **signed(gain, 1, size=PAPER[name] - PAPER[BASES[name]]),
             )
             for name in c.methods
             if BASES.get(name) in accuracies
@@ -303,17 +311,13 @@ def setting(result: Result) -> str:
 
 def _accuracy(name: str, values: Tensor) -> Evidence:
     found = _present(values)
-    gap = float(found.mean()) - PAPER[name]
-    # The paper's standard deviation between runs is about 0.3.
-    near = abs(gap) < 0.6
     return Evidence(
         paper="GADAM",
         where="Table 2",
         what=f"test accuracy in %, {name}, {len(found)} seed{'s'[: len(found) > 1]}",
         published=f"{PAPER[name]:.2f}",
         measured=spread(values),
-        verdict="agrees" if near else "differs",
-        why="" if near else f"{gap:+.2f}",
+        **near(found, PAPER[name], points(PAPER[name] - PAPER[PARTNERS[name]])),
     )
 
 
@@ -387,9 +391,8 @@ def _degenerate(result: Result) -> list[Evidence]:
         return rows
     points = [point for point in c.points if point != "average"]
     for mode in MODES:
-        masses = torch.stack([result.of("mass at zero", "sgd", p, mode) for p in points]).nanmean(1)
-        if bool(masses.isfinite().all()):
-            verdict: Verdict = "agrees" if float(masses.min()) > 0.9 else "differs"
+        masses = [_present(result.of("mass at zero", "sgd", p, mode)) for p in points]
+        if all(map(len, masses)):
             epochs = ", ".join(map(str, (*c.epochs, c.num_epochs)))
             rows.append(
                 Evidence(
@@ -397,9 +400,8 @@ def _degenerate(result: Result) -> list[Evidence]:
                     where="Figure 11",
                     what=f"mass at zero after epochs {epochs}, SGD, batch norm in {mode} mode",
                     published="extremely high throughout",
-                    measured=", ".join(f"{float(mass):.3f}" for mass in masses),
-                    verdict=verdict,
-                    why="" if verdict == "agrees" else "below 0.9",
+                    measured=", ".join(f"{float(mass.mean()):.3f}" for mass in masses),
+                    **all_of(*(judge(mass, low=0.9, cause="below 0.9") for mass in masses)),
                 )
             )
     return rows
