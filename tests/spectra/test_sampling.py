@@ -237,10 +237,9 @@ def test_sampling_stops_at_once_if_the_truncation_exceeds_the_tolerance(op):
         products.append(block.shape[1])
         return 1 + 0.01 * block[0]
 
-    estimate = run(plan, op, measure, finish, advice="use more steps")
+    estimate = run(plan, op, measure, finish)
     assert sum(products) == 8
     assert estimate.status.outcome == "max_steps"
-    assert estimate.status.advice == "use more steps"
 
 
 @pytest.mark.parametrize("probes", [40, 41, 1000])

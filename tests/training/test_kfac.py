@@ -121,5 +121,5 @@ def test_an_average_can_be_attached_to_kfac():
 
 
 def test_a_wrong_setting_lists_what_kfac_takes():
-    with pytest.raises(ValueError, match=r"optimizer kfac cannot be made .* it takes lr, delta"):
+    with pytest.raises(ValueError, match=r"optimizer kfac has no setting 'eps'; it has lr, delta"):
         fit(network(), data(), optimizer="kfac", optimizer_settings={"eps": 1e-8})

@@ -193,7 +193,7 @@ def test_the_metric_is_the_first_that_all_runs_have():
 
 
 def test_an_unknown_metric_is_refused_after_one_run(tmp_path):
-    with pytest.raises(ValueError, match="metric must be one of rate, train_loss"):
+    with pytest.raises(ValueError, match="metric must be one of learning_rate, train_loss"):
         sweep(drawn, DATA, GRID, folder=tmp_path, metric="accuracy", **OPTIONS)
     assert len(list(tmp_path.iterdir())) == 1
 

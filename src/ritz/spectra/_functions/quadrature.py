@@ -38,11 +38,11 @@ class Tuning:
     # largest distance of float32 kernel matrices of 1,500 rows is 0.14; the margin is for the
     # roundoff of larger sums.
     below_floor: float = 5000.0
-    # Roundoff in products moves the spectrum by at most this many eps |A|. With 1 some errors of
-    # determinants of Hilbert matrices of 3 to 8 rows are 2.8 times as large as their bars.
+    # Roundoff in the products moves the spectrum by at most this many eps |A|. With 0.25 the error
+    # bars miss a third of the exact determinants of up to seven rows, and none of kernel matrices.
     # The roundoff of a form is `margin` times its change by this shift: for tr 1/A of a bipartite
     # graph of 65 vertices the error exceeds the change in 14 of 100 cases, and twice it in none.
-    shift: float = 3.0
+    shift: float = 1.0
     # Number of probes of the pilot, whose runs grow until truncation no longer matters. The budget
     # must suffice for at least `fewest` runs of that length; benchmarks/determinants.py, "sparse".
     pilot: int = 4

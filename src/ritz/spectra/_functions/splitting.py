@@ -77,7 +77,8 @@ class Space:
     @property
     def roundoff(self) -> float:
         """Roundoff of the projected matrix, which grows with the blocks as a random walk."""
-        size = float(self.projected.diagonal().abs().max())
+        # The norm: in a random basis the diagonal may be several times smaller.
+        size = float(torch.linalg.eigvalsh(self.projected).abs().max())
         blocks = len(self.projected) / self.width
         return torch.finfo(self.basis.dtype).eps * size * math.sqrt(blocks)
 
