@@ -259,8 +259,8 @@ def batch_prediction(
     (6.7 for 2.4 on a network that has fitted its data); the others where they are within 10 % of
     ``best``. Printed tables have all other numbers in brackets.
 
-    On four networks on MNIST the mean of ``best`` was within 8 % of the measured one for batches of
-    8, and within 3 % from 32 on; that of ``subspace`` within 12 and 5 %. ``additive`` was 68 to
+    On four networks on MNIST the mean of ``best`` was within 5 % of the measured one for batches of
+    8, and within 2 % from 32 on; that of ``subspace`` within 9 and 3 %. ``additive`` was 68 to
     73 % too low for 8; see the study ``batch_spectra``.
 
     Errors: ``stderr`` has the draws and, for groups of several samples, that groups show a part of
