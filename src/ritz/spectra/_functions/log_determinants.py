@@ -180,7 +180,7 @@ def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
     with tracking(budget.progress, "log determinant", budget.num_products) as bar:
         sampler = _whole(op, budget, bar, "Lanczos quadrature, which reaches rtol: ")
         pilot, spent = sampler.pilot(budget.num_products // TUNING.pilot, budget.num_products)
-        first, num_steps = sampler.scaled(pilot, spent), pilot.matrices.shape[1]
+        first, num_steps = sampler.scaled(pilot, spent, final=False), pilot.matrices.shape[1]
         looks = sampler.looks(budget.num_products, pilot, spent)
         wanted = (budget.rtol or 0.0) * float(first)
         # With all probes the standard error is stderr sqrt(probes / most); 95 % is two of them.

@@ -552,8 +552,12 @@ class Sampler:
                 break
         return estimate
 
-    def scaled(self, spaces: Projections, used: int) -> Estimate:
-        """Return the trace: the dimension times the mean over unit vectors, plus ``inside``."""
+    def scaled(self, spaces: Projections, used: int, *, final: bool = True) -> Estimate:
+        """Return the trace: the dimension times the mean over unit vectors, plus ``inside``.
+
+        An estimate that is not ``final`` predicts the errors of more vectors. So its few samples
+        are not suspected of agreeing by chance.
+        """
         forms = self._brackets(spaces)
         samples, control = self._controlled(spaces, forms.mixed)
         estimate = Estimate.of(
@@ -568,7 +572,7 @@ class Sampler:
             estimate = replace(estimate, degrees=estimate.degrees - 1)
         # If every probe is an eigenvector, the matrix is a multiple of the identity.
         beside = spaces.matrices.diagonal(1, 1, 2)
-        if bool(spaces.couplings.any()) or bool(beside.any()):
+        if final and (bool(spaces.couplings.any()) or bool(beside.any())):
             estimate = doubt_equal_samples(estimate)
         return estimate.with_status(self.budget.rtol, ADVICE)
 
