@@ -332,5 +332,6 @@ def test_a_pilot_of_few_probes_does_not_rule_out_quadrature_by_itself():
 
     found = ritz.logdet(op, rtol=0.05, floor=0.01)
 
-    assert found.status.outcome == "converged" and found.num_products < 400
+    assert found.status.outcome == "converged"
+    assert found.num_products < 400
     assert within(found, float(values.log().sum()))
