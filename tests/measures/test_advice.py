@@ -1,6 +1,6 @@
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import pytest
@@ -15,6 +15,7 @@ from ritz._core.results import Estimate
 from ritz._core.storage import to_json
 from ritz.curvature import Risk, curvature_operator, hessian
 from ritz.measures import advice_cost, advise, stable_rate
+from ritz.measures._advice import _sentence
 from ritz.measures._preconditioned import divisors, preconditioned_curvature
 
 N = 96
@@ -391,3 +392,19 @@ def test_a_batch_size_of_a_float_is_refused(risk):
 
 def test_default_batch_sizes_fit_the_data(risk):
     assert advise(risk).batch_sizes == (8, 32)
+
+
+def test_no_rate_is_advised_where_negative_curvature_is_large(risk):
+    advice = advise(risk, batch_sizes=SIZES)
+    top = float(advice.prediction.lambda_max)
+    saddle = replace(advice, smallest=Estimate.exact(-0.5 * top, method="test"))
+
+    assert "no learning rate is advised" in _sentence(saddle, 0)
+    assert "use a learning rate" in _sentence(advice, 0).lower()
+    assert " rate " not in str(saddle).split("\n\n")[1].splitlines()[0]
+    assert " rate " in str(advice).split("\n\n")[1].splitlines()[0]
+    # Trials count more than the edge, and without an edge there is nothing to advise against.
+    tried = replace(saddle, trainable=advice.rate)
+    assert "use a learning rate" in _sentence(tried, 0).lower()
+    flat = replace(saddle, edge=replace(advice.edge, mean=advice.edge.mean * math.inf))
+    assert "advised" not in _sentence(flat, 0)

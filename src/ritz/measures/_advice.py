@@ -103,6 +103,7 @@ class Advice:
         edge: Edge of local stability: for SGD :math:`2 / \lambda'_1(B)`; see :func:`stable_rate`.
         rate: Recommended learning rate: the edge for a batch whose :math:`\lambda'_1` is two
             standard deviations above the mean. For Adam without ``state``, the square-root rule.
+            The table leaves it out where the sentences advise none.
         damping: Least damping per unit of learning rate: for Adam and K-FAC one over the edge of
             heavy-ball momentum, otherwise by the noise along the leading eigenvector.
         damping_papers: The same by the formula of the papers: homogeneous noise along all outliers.
@@ -242,8 +243,8 @@ def advise(
 
     :math:`\lambda'_1(B)` is the largest eigenvalue of the matrix of a batch, predicted by
     :func:`batch_prediction`, and :math:`\lambda_1` that of all data. The edge is *local*: from
-    trained weights three networks on MNIST trained to 0.8 to 3.6 times the edge, and a LeNet from
-    initial weights to 0.05 to 1.4 times. No learning rate is advised where negative curvature is
+    trained weights three networks on MNIST trained to 0.8 to 3.6 times the edge, and a LeNet in
+    its first 32 steps to 0.05 to 1.4 times. No learning rate is advised where negative curvature is
     more than a tenth of the largest. ``verify`` finds out what trains, and the advice says where
     it and the edge disagree.
 
@@ -474,10 +475,10 @@ def _gradient_warnings(advice: Advice) -> Iterator[str]:
 def _sentence(advice: Advice, index: int) -> str:
     """Return the advice for a batch size: one sentence, and others that qualify it."""
     size, advised = advice.batch_sizes[index], _limit(advice, index)
-    if advice.trainable is None and _is_indefinite(advice):
-        edge = float(advice.edge.mean[index])
+    edge = float(advice.edge.mean[index])
+    if math.isfinite(edge) and advice.trainable is None and _is_indefinite(advice):
         advised = f"the edge is {edge:.2g}, but no learning rate is advised at these weights"
-    elif math.isfinite(float(advice.edge.mean[index])):
+    elif math.isfinite(edge):
         advised = f"{_recommended(advice, index)}: {advised}"
     sentences = [advised[0].upper() + advised[1:]]
     critical = float(advice.noise.curved)
@@ -608,8 +609,9 @@ def _rate_table(advice: Advice) -> list[str]:
     columns: dict[str, Any] = {
         "lambda_1": advice.prediction.best.value,
         "edge": advice.edge,
-        unit: advice.rate,
     }
+    if advice.trainable is not None or not _is_indefinite(advice):
+        columns[unit] = advice.rate
     if advice.trainable is not None:
         columns["trains to"] = advice.trainable
     if advice.optimizer in ADAPTIVE:
