@@ -157,7 +157,7 @@ KEY = b"\x80\x02}U\x04data"
     ids=range(12),
 )
 def test_a_small_file_costs_little_memory_and_time(content):
-    begin = time.monotonic()
+    begin = time.process_time()
     tracemalloc.start()
     try:
         with pytest.raises(DataError, match="train is truncated or not a pickle of a dict"):
@@ -167,7 +167,7 @@ def test_a_small_file_costs_little_memory_and_time(content):
         tracemalloc.stop()
 
     assert peak < 3e8
-    assert time.monotonic() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 def test_bytes_that_are_repeated_a_thousand_times_are_copied_once():

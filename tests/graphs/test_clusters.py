@@ -1,5 +1,4 @@
 import math
-import time
 
 import networkx
 import pytest
@@ -81,14 +80,10 @@ def test_a_random_bipartite_graph_has_no_clusters(sizes, method):
     assert "clusters\n" not in str(result)
 
 
-def test_counting_the_clusters_of_the_karate_club_takes_milliseconds():
+def test_counting_the_clusters_of_the_karate_club_takes_one_product_per_vertex():
     graph = graphs.as_graph(networkx.karate_club_graph())
-    start = time.process_time()
 
-    result = graphs.count_clusters(graph)
-
-    assert time.process_time() - start < 0.5  # entropic and block Krylov took 2.7 s
-    assert result.num_products == 34
+    assert graphs.count_clusters(graph).num_products == 34
 
 
 @pytest.mark.parametrize("kind", ["watts_strogatz", "barabasi_albert", "mixed"])

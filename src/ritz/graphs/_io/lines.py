@@ -151,6 +151,7 @@ MAX_ID = 2**63 - 1
 # ASCII characters 28 to 31 are spaces to NumPy but not to anybody else.
 _SEPARATORS = bytes.maketrans(b"\t\r\v\f,;\x1c\x1d\x1e\x1f", b"      ????")
 _COMMENT = re.compile(rb"[#%][^\n]*")
+_LETTER = re.compile(rb"[A-Za-z\x80-\xff]")
 _NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _Blocks = Iterator[tuple[bytes, int]]
 _Edges = tuple[Int, Int, Float | None]
@@ -402,7 +403,7 @@ def _has_names(text: bytes) -> bool:
 
 def _is_name(word: bytes) -> bool:
     """Return whether a word has a letter and is not a number such as ``1e5`` or ``nan``."""
-    if not re.search(rb"[A-Za-z\x80-\xff]", word):
+    if not _LETTER.search(word):
         return False
     try:
         float(word)
