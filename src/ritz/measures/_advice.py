@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adam, Optimizer
 
+from ritz._core.batch_norm import batch_norms
 from ritz._core.checks import check_choice, check_count, check_positive, is_below
-from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, duration
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, format_uncertain

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ritz._core.batch_norm import batch_norms
 from ritz._core.checks import is_below
-from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress
 from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
