@@ -308,3 +308,10 @@ def test_a_class_that_is_ignored_as_a_label_can_still_be_drawn():
     samples = torch.stack(found)
     gap = samples.mean(0) - kfac(risk).ops[0].factors.outputs
     assert bool((gap.abs() < 4 * samples.std(0) / 20).all())
+
+
+def test_too_many_outputs_for_exact_factors_point_to_drawn_labels():
+    risk = Risk(nn.Linear(2, 300), nn.CrossEntropyLoss(), [(torch.ones(3, 2), torch.arange(3))])
+    with pytest.raises(ValueError, match=r"300 outputs per sample: .*: use kind='monte_carlo'"):
+        kfac(risk)
+    assert kfac(risk, kind="monte_carlo").shape == (900, 900)

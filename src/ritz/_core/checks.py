@@ -38,7 +38,7 @@ def check_positive(name: str, value: float, *, zero: bool = False) -> None:
         raise ValueError(f"{name} must be finite and {least}, got {value}")
 
 
-def check_type(name: str, value: object, kind: type, expected: str) -> None:
+def check_type(name: str, value: object, kind: Any, expected: str) -> None:
     """Raise unless ``value`` is an instance of ``kind``, described by ``expected`` in the error."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")

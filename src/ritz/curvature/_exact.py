@@ -13,7 +13,6 @@ Reference: Dangel, Kunstner and Hennig (2020).
 """
 
 import math
-from functools import partial
 from typing import final
 
 import torch
@@ -27,7 +26,7 @@ from ritz.curvature._sample_gradients import (
     TUNING,
     Columns,
     ForwardPass,
-    loss_column,
+    loss_columns,
     root_columns,
     structure_squares,
 )
@@ -53,7 +52,7 @@ def _(op: GGNOperator, quantity: Quantity) -> Exact:
 def _(op: FisherOperator, quantity: Quantity) -> Exact:
     risk = op.risk
     if op.kind == "empirical":
-        return structure_squares(risk, quantity, partial(_empirical_columns, risk))
+        return structure_squares(risk, quantity, loss_columns(risk))
     known, labels = as_likelihood(risk.loss_fn), op.products.extra
 
     def columns(index: int, full: ForwardPass) -> Tensor:
@@ -66,10 +65,6 @@ def _(op: FisherOperator, quantity: Quantity) -> Exact:
 
     value, note = structure_squares(risk, quantity, columns)
     return Exact(value, note.replace("1 backward pass", "one backward pass per drawn label"))
-
-
-def _empirical_columns(risk: Risk, index: int, full: ForwardPass) -> Tensor:
-    return loss_column(risk, full)
 
 
 # ------------------------------------------------------------------------------------------

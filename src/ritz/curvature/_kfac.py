@@ -12,6 +12,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature import _kfac_factors as factors
 from ritz.curvature import _module_gradients as rules
+from ritz.curvature import _sample_gradients as sample_gradients
 from ritz.curvature._batches import batch_seeds
 from ritz.curvature._losses import as_likelihood
 from ritz.curvature._module_gradients import Call, full_name, owners
@@ -19,7 +20,7 @@ from ritz.curvature._risk import Risk, require_outputs
 from ritz.curvature._sample_gradients import (
     Columns,
     ForwardPass,
-    loss_column,
+    loss_columns,
     passes,
     root_columns,
     structure_plan,
@@ -155,7 +156,9 @@ def kfac(
     columns = _columns(risk, kind, generator)
     plan = structure_plan(risk, roots=kind == "ggn")
     if plan.gap:
-        raise ValueError(f"kfac() is not possible for this risk: {plan.gap}")
+        few = kind != "ggn" or plan.columns <= sample_gradients.TUNING.max_columns
+        advice = "" if few else ": use kind='monte_carlo', which takes one pass"
+        raise ValueError(f"kfac(kind={kind!r}) is not possible: {plan.gap}{advice}")
     layers = dict(risk.model.named_modules())
     blocks = {
         name: LayerSums(risk, name, keys, layers[name], alone=name in plan.modules)
@@ -181,7 +184,7 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator | None) -> C
     if kind == "ggn":
         return root_columns(risk)
     if kind == "empirical":
-        return lambda index, full: loss_column(risk, full)
+        return loss_columns(risk)
     known, seeds = as_likelihood(risk.loss_fn), batch_seeds(risk.num_batches, generator)
 
     def columns(index: int, full: ForwardPass) -> Tensor:

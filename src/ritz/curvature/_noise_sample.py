@@ -37,8 +37,9 @@ from ritz.curvature._noise_kinds import (
     scale_of_step,
     sign_columns,
 )
+from ritz.curvature._parameters import as_leaves
 from ritz.curvature._risk import Risk, require_outputs
-from ritz.curvature._sample_gradients import loss_column, structure_squares
+from ritz.curvature._sample_gradients import loss_columns, structure_squares
 
 
 def noise_sample(
@@ -142,7 +143,7 @@ def _gradients(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Tenso
         for index, context, weight in risk.contexts():
             own = torch.Generator().manual_seed(seeds[index])
             with recording():
-                leaves = {k: v.detach().requires_grad_() for k, v in risk.params.items()}
+                leaves = as_leaves(risk.params)
                 outputs, target = risk.evaluate(leaves, context)
             if known is None:
                 signs = random_signs((count, len(outputs)), own).to(theta)
@@ -198,9 +199,7 @@ def _from_moments(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Te
             for op, xi in zip(blocks, xis, strict=True)
         ])  # fmt: skip
     quantity: Any = "diagonal" if kind == "diagonal" else "trace"
-    moments, note = structure_squares(
-        constant, quantity, lambda index, full: loss_column(constant, full)
-    )
+    moments, note = structure_squares(constant, quantity, loss_columns(constant))
     if moments is None:
         raise ValueError(
             f"kind={kind!r} needs per-sample gradients, but {note}: use kind='full', which does not"

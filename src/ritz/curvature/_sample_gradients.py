@@ -30,7 +30,7 @@ from ritz.curvature._module_gradients import (
     mapped_gradients,
     owners,
 )
-from ritz.curvature._parameters import Context, Params
+from ritz.curvature._parameters import Context, Params, as_leaves, derivatives
 from ritz.curvature._risk import Risk
 from ritz.operators import Exact
 from ritz.operators._shared import Quantity
@@ -188,7 +188,8 @@ def _checked_plan(risk: Risk, few: Context, max_columns: int | None) -> Plan:
         return Plan(gap="the outputs are not one tensor with a row for each sample")
     columns = outputs[0].numel()
     if max_columns is not None and columns > max_columns:
-        return Plan(gap=f"{columns} outputs per sample: probes cost less than backward passes")
+        gap = f"{columns} outputs per sample: probes cost less than backward passes"
+        return Plan(columns=columns, gap=gap)
     rng = torch.Generator().manual_seed(0)
     cotangent = torch.randn(outputs.shape, generator=rng, dtype=torch.float64).to(outputs)
     weights = torch.rand(few.size, generator=rng, dtype=torch.float64).to(outputs) + 0.5
@@ -228,13 +229,8 @@ def _checked_plan(risk: Risk, few: Context, max_columns: int | None) -> Plan:
 def _gradient(risk: Risk, few: Context, cotangent: Tensor) -> Params:
     # Plain autograd, because torch.func cannot differentiate checkpointed activations.
     with recording():
-        params = {name: value.detach().requires_grad_() for name, value in risk.params.items()}
-        outputs = risk.evaluate(params, few)[0]
-    if not outputs.requires_grad:
-        return {name: torch.zeros_like(value) for name, value in params.items()}
-    leaves = list(params.values())
-    gradients = torch.autograd.grad(outputs, leaves, cotangent, materialize_grads=True)
-    return dict(zip(params, gradients, strict=True))
+        leaves = as_leaves(risk.params)
+        return derivatives(risk.evaluate(leaves, few)[0], leaves, cotangent)
 
 
 def _untied(model: nn.Module, modules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -303,14 +299,18 @@ def root_columns(risk: Risk) -> Columns:
     return lambda index, full: known.root(full.outputs.detach(), full.target)
 
 
-def loss_column(risk: Risk, full: ForwardPass) -> Tensor:
+def loss_columns(risk: Risk) -> Columns:
     """Return the derivative of each sample loss in its outputs, over root N, as one column."""
-    with recording():
-        outputs = full.outputs.detach().requires_grad_()
-        loss = risk.adapter.loss(outputs, full.target)
-    # L = (1 / N) sum_i l_i, so the derivative of L in row i is that of l_i divided by N. The mean
-    # of the squares is the sum of squares of derivatives divided by sqrt(N).
-    return torch.autograd.grad(loss, outputs)[0].unsqueeze(0) * math.sqrt(len(outputs))
+
+    def columns(index: int, full: ForwardPass) -> Tensor:
+        with recording():
+            outputs = full.outputs.detach().requires_grad_()
+            loss = risk.adapter.loss(outputs, full.target)
+        # L = (1 / N) sum_i l_i, so the derivative of L in row i is that of l_i divided by N. The
+        # mean of the squares is the sum of squares of derivatives divided by sqrt(N).
+        return torch.autograd.grad(loss, outputs)[0].unsqueeze(0) * math.sqrt(len(outputs))
+
+    return columns
 
 
 def structure_squares(
@@ -358,14 +358,6 @@ def _squares(risk: Risk, plan: Plan, quantity: Quantity, columns: Columns) -> Te
                     diagonal[name].add_(squares, alpha=weight)
                     trace += weight * squares.sum(dtype=torch.float64)
     return trace if quantity == "trace" else risk.space.flatten(diagonal)
-
-
-def sample_gradient_rows(
-    risk: Risk, context: Context, chunk_size: int, problems: list[str]
-) -> Iterator[Tensor]:
-    """Yield the gradients of the samples of a batch in chunks ``(c, P)``."""
-    for gradients in sample_gradient_parts(risk, context, chunk_size, problems):
-        yield torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
 
 
 def sample_gradient_parts(

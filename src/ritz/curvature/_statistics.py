@@ -14,7 +14,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature._losses import num_correct
 from ritz.curvature._risk import Risk, check_risk
-from ritz.curvature._sample_gradients import sample_gradient_rows
+from ritz.curvature._sample_gradients import sample_gradient_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,8 @@ def gradient_statistics(
             if by == "batch":
                 moments.add(risk.batch_gradient(context)[0][None], weight)
             else:
-                for chunk in sample_gradient_rows(risk, context, chunk_size, problems):
+                for parts in sample_gradient_parts(risk, context, chunk_size, problems):
+                    chunk = torch.cat([part.flatten(1) for part in parts.values()], 1)
                     moments.add(chunk, weight * len(chunk) / context.size)
             bar.update(done)
     mean, variance, count = moments.totals()
