@@ -48,7 +48,7 @@ class Spread(NamedTuple):
 def lanczos_error(
     largest: float, second: float, smallest: float, *, num_steps: int, overlap: float
 ) -> float:
-    r"""Return a bound of :math:`\lambda_1 - \theta_1` after ``m`` Lanczos steps.
+    r"""Return a bound on :math:`\lambda_1 - \theta_1` after ``m`` Lanczos steps.
 
     .. math:: \lambda_1 - \theta_1 \le (\lambda_1 - \lambda_n)
         \frac{\tan^2 \vartheta}{T_{m-1}(1 + 2 \rho)^2}, \qquad
@@ -76,7 +76,7 @@ def lanczos_error(
 def power_error(
     largest: float, second: float, smallest: float, *, num_steps: int, overlap: float
 ) -> float:
-    r"""Return a bound of :math:`\lambda_1 - \theta_1` after :math:`m - 1` power iterations.
+    r"""Return a bound on :math:`\lambda_1 - \theta_1` after :math:`m - 1` power iterations.
 
     .. math:: \lambda_1 - \theta_1 \le (\lambda_1 - \lambda_n) \tan^2 \vartheta\,
         \Big(\frac{\max(\lambda_2, |\lambda_n|)}{\lambda_1}\Big)^{2 (m - 1)}
@@ -182,7 +182,7 @@ def moment_correction(degree: int, size: int, *, bound: float, stddev: float) ->
 
 
 def probe_variance(size: int, *, condition: float) -> float:
-    r"""Return a bound of the relative variance of one Gaussian probe of the trace.
+    r"""Return a bound on the relative variance of one Gaussian probe of the trace.
 
     .. math:: \frac{\operatorname{Var} z^\top A z}{(\operatorname{tr} A)^2} =
         \frac{2 \sum \lambda_i^2}{(\sum \lambda_i)^2} \le
@@ -245,7 +245,7 @@ def entropy_concentration(num_samples: int, *, degrees: int, level: float = 0.95
 
 
 def edge_perturbation(first: Tensor, second: Tensor) -> float:
-    r"""Return a bound of the spectral norm of the change of a normalised Laplacian by one edge.
+    r"""Return a bound on the spectral norm of the change of a normalised Laplacian by one edge.
 
     .. math:: \|\Delta L\| \le \frac1{\sqrt{(d_1 + 1)(d_2 + 1)}} + \max_{i = 1, 2}
         \Big(\frac1{\sqrt{d_i}} - \frac1{\sqrt{d_i + 1}}\Big) \sqrt{\sum_{g \sim i} \frac1{d_g}}
@@ -413,7 +413,7 @@ def dependent_average_variance(covariances: Tensor, *, eigenvalue: float, num_st
 
 
 def preconditioned_iterate_loss(preconditioner: Tensor, *, noise: Tensor, rate: float) -> float:
-    r"""Return a bound of the loss of the last iterate of preconditioned SGD after many steps.
+    r"""Return a bound on the loss of the last iterate of preconditioned SGD after many steps.
 
     .. math:: \frac\alpha2 \operatorname{tr} B^{-1} \Sigma \qquad
         \text{if } \alpha H \le B
@@ -442,7 +442,7 @@ def preconditioned_average_loss(
     rate: float,
     num_steps: int,
 ) -> float:
-    r"""Return a bound of the loss of the average of :math:`w_0, \dots, w_n`, preconditioned by B.
+    r"""Return a bound on the loss of the average of :math:`w_0, \dots, w_n`, preconditioned by B.
 
     .. math:: \min\Big(\frac{\operatorname{tr} H^{-1} \Sigma}{n + 1},
         \frac\alpha2 \operatorname{tr} B^{-1} \Sigma\Big) + \min\Big(
@@ -489,7 +489,7 @@ def preconditioned_average_loss(
 
 
 def regret(*, distance: float, noise: float, rate: float, num_steps: int) -> float:
-    r"""Return a bound of the loss of the average iterate of SGD on a convex risk.
+    r"""Return a bound on the loss of the average iterate of SGD on a convex risk.
 
     .. math:: \mathbb{E} L(\bar w) - L^* \le \frac{D^2}{2 \alpha T} + \alpha \sigma^2
         \qquad \text{if } \alpha \beta \le 1
