@@ -83,6 +83,8 @@ class Law(ABC):
 
     def mass(self, low: float, high: float) -> float:
         """Return the fraction of eigenvalues in ``(low, high]``."""
+        check_range("low", low)
+        check_range("high", high)
         ends = self._cdf(torch.tensor([low, high], dtype=torch.float64))
         return float(ends[1] - ends[0])
 
