@@ -164,7 +164,7 @@ def test_without_enough_vectors_there_is_no_count(sampling):
     assert alone.found == 11  # ten, and the one of the component
     assert alone.missed > 5
     assert not alone.status.ok
-    assert alone.reason.startswith("at least 11: block Krylov had too few vectors")
+    assert alone.reason.startswith("at least 11 clusters, but block Krylov had too few vectors")
     with pytest.raises(ritz.NotConvergedError, match="too few vectors"):
         alone.raise_if_failed()
     both = graphs.count_clusters(graph, max_vectors=10)

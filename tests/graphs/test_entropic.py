@@ -186,7 +186,7 @@ def test_a_graph_without_edges_has_eigenvalues_but_no_density():
 
 
 def test_a_single_vertex_has_no_density():
-    with pytest.raises(GraphError, match="one vertex and none"):
+    with pytest.raises(GraphError, match="one vertex and no edge"):
         graphs.density(graphs.erdos_renyi(1, p=0.5))
 
 
