@@ -71,8 +71,7 @@ def random_direction(risk: Risk, *, generator: torch.Generator | None = None) ->
     check_risk(risk)
     vector = random_vectors(risk, 1, resolve_generator(generator))[:, 0]
     # The direction of a Gaussian vector is uniform on the sphere.
-    unit: Tensor = vector / vector.norm()
-    return unit
+    return vector / float(vector.double().norm())
 
 
 def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ritz._core.checks import check_finite, check_range, check_tensor, is_below
 from ritz._core.distributed import Group, all_sum, world_size
+from ritz._core.sampling import inner_products
 from ritz.operators._base import (
     LinearOperator,
     WrappingOperator,
@@ -89,7 +90,7 @@ class LowRankOperator(LinearOperator):
 
     def _matmat(self, block: Tensor) -> Tensor:
         # U (s * (U' B)) + d * B, associated so that nothing larger than (n, k) is formed.
-        inner = self.scales[:, None] * (self.factors.T @ block)
+        inner = self.scales[:, None] * inner_products(self.factors, block).to(block)
         return torch.addmm(self.entries[:, None] * block, self.factors, inner)
 
 
@@ -180,7 +181,7 @@ class DeflatedOperator(WrappingOperator):
         check_tensor("vectors", vectors, dtype=op.dtype, device=op.device, rows=op.shape[0])
         self.vectors = vectors.detach().reshape(op.shape[0], -1)
         super().__init__(op, f"{type(op).__name__} without {self.vectors.shape[1]} directions")
-        gram = self.vectors.double().T @ self.vectors.double()
+        gram = inner_products(self.vectors, self.vectors)
         error = float((gram - torch.eye(len(gram)).to(gram)).abs().max())
         # Q'Q = I to half of the digits of the dtype.
         if not is_below(error, torch.finfo(op.dtype).eps ** 0.5):
@@ -191,7 +192,7 @@ class DeflatedOperator(WrappingOperator):
 
     def _project(self, block: Tensor) -> Tensor:
         # (I - Q Q') B, associated so that Q Q', (n, n), is not formed.
-        return block - self.vectors @ (self.vectors.T @ block)
+        return block - self.vectors @ inner_products(self.vectors, block).to(block)
 
 
 @final
