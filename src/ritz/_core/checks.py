@@ -96,7 +96,13 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         hint = suggest(value, choices) if isinstance(value, str) else ""
         hint = f"; {hint}" if hint.startswith("did you mean") else ""
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}{hint}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {short(value)}{hint}")
+
+
+def short(value: object) -> str:
+    """Return a value for an error message: its representation, or its type if that is long."""
+    text = repr(value)
+    return text if len(text) <= 100 and "\n" not in text else type(value).__name__
 
 
 def check_finite(name: str, tensor: "Tensor") -> None:

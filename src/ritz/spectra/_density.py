@@ -140,7 +140,7 @@ class SmoothedDensity(SampledDensity):
 
     @property
     def atoms(self) -> Atoms:
-        """None: points became Gaussians."""
+        """No atoms: the points were replaced by Gaussians."""
         return NO_ATOMS
 
     def moment(self, degree: int) -> float:
@@ -218,7 +218,7 @@ class PolynomialDensity(SampledDensity):
 
     @property
     def atoms(self) -> Atoms:
-        """None: a series is continuous."""
+        """No atoms: the series is continuous."""
         return NO_ATOMS
 
     @property

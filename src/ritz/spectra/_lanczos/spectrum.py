@@ -202,8 +202,7 @@ def lanczos_block(
         num_probes: Number of runs. Ignored if ``start`` is passed.
         start: Start vectors ``(n, k)``. Defaults to random ones.
         against: Vectors ``(n, c)``. Their cosines with the Ritz vectors are returned as
-        ``cosines``.
-            Each costs one read of the basis; the Ritz vectors are not formed.
+            ``cosines``. Each vector costs one read of the basis; the Ritz vectors are not formed.
         vectors: Return Ritz vectors.
         reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`lanczos`.
         group: Processes that run together, for ``state``.
