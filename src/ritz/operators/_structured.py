@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_finite, check_range, check_tensor, is_below
+from ritz._core.checks import check_finite, check_range, check_tensor, check_type, is_below
 from ritz._core.distributed import Group, all_sum, world_size
 from ritz._core.sampling import inner_products
 from ritz.operators._base import (
@@ -30,6 +30,7 @@ class DenseOperator(LinearOperator):
     """
 
     def __init__(self, matrix: Tensor) -> None:
+        check_type("matrix", matrix, Tensor, "a torch.Tensor (ritz.as_operator takes others)")
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"matrix must be square, got {tuple(matrix.shape)}")
         super().__init__(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
@@ -50,6 +51,7 @@ class DiagonalOperator(LinearOperator):
     """The diagonal matrix with the entries ``(n,)``."""
 
     def __init__(self, entries: Tensor) -> None:
+        check_type("entries", entries, Tensor, "a torch.Tensor")
         if entries.ndim != 1:
             raise ValueError(f"entries must be a vector, got {tuple(entries.shape)}")
         super().__init__(len(entries), dtype=entries.dtype, device=entries.device)
@@ -73,6 +75,9 @@ class LowRankOperator(LinearOperator):
     def __init__(
         self, factors: Tensor, *, scales: Tensor | None = None, entries: Tensor | None = None
     ) -> None:
+        for name, given in (("factors", factors), ("scales", scales), ("entries", entries)):
+            if given is not None or name == "factors":
+                check_type(name, given, Tensor, "a torch.Tensor")
         if factors.ndim != 2:
             raise ValueError(f"factors must be (n, r), got {tuple(factors.shape)}")
         n, r = factors.shape
