@@ -658,9 +658,7 @@ def _correction(result: Result) -> Iterator[Evidence]:
         published="-1/4, about 30 % at B = 128",
         measured=f"{spread(slopes)}; {float(shares.min()):.0%} to {float(shares.max()):.0%}",
         # Nearer to the published exponent than to that of means.
-        **judge(
-            slopes, low=sum(CORRECTIONS) / 2, cause="closer to -1/2, as for means over samples"
-        ),
+        **judge(slopes, low=sum(CORRECTIONS) / 2, cause="closer to -1/2, as for sample means"),
     )
 
 
