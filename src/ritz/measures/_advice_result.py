@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ritz._core.batch_norm import batch_norms
 from ritz._core.checks import is_below
-from ritz._core.modes import batch_norms
 from ritz._core.results import Estimate, format_uncertain
 from ritz._core.storage import storable
 from ritz.curvature import Risk

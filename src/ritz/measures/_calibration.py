@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ritz._core.batch_norm import batch_norms
 from ritz._core.checks import check_count, check_positive, check_range, check_type, is_below
-from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress
 from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable

@@ -13,8 +13,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 
+from ritz._core.batch_norm import batch_norms, evaluating
 from ritz._core.checks import check_type
-from ritz._core.modes import batch_norms, evaluating
 from ritz.curvature._shared import Rows
 
 Layer = _ConvNd | nn.Linear

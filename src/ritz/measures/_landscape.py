@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ritz._core.batch_norm import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.checks import (
     check_choice,
     check_count,
@@ -18,7 +19,6 @@ from ritz._core.checks import (
     check_type,
 )
 from ritz._core.journal import Journal
-from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable

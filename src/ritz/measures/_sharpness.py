@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ritz._core.batch_norm import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.journal import Journal, Parts
-from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress, Stages, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, plain_estimate

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ritz import data, models
+from ritz._core.batch_norm import batch_norms
 from ritz._core.journal import Journal, Parts
-from ritz._core.modes import batch_norms
 from ritz.curvature import Risk, gradient_statistics, noise_sample
 from ritz.measures import calibrated_sharpness, excess_risk
 from ritz.studies._protocol import StatePath, column, seeded

@@ -10,9 +10,8 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, check_finite, check_tensor
 from ritz._core.distributed import Group
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import resolve_generator
+from ritz._core.random import draw_probes, resolve_generator
 from ritz._core.results import HasStatus, Status, format_uncertain
-from ritz._core.sampling import draw_probes
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._lanczos.recurrence import (
