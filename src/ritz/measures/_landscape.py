@@ -289,7 +289,7 @@ def landscape(
         names=tuple(chosen),
         t=torch.tensor(steps, dtype=torch.float64),
         norms=torch.stack([vector.double().norm().cpu() for vector in vectors]),
-        **_along(risk, point, shape, test, batch_norm, state, save_interval, settings, progress),
+        **_evaluate(risk, point, shape, test, batch_norm, state, save_interval, settings, progress),
     )
 
 
@@ -352,11 +352,11 @@ def landscape2d(
         s=torch.tensor(s, dtype=torch.float64),
         t=torch.tensor(t, dtype=torch.float64),
         norms=norms,
-        **_along(risk, point, shape, test, batch_norm, state, save_interval, settings, progress),
+        **_evaluate(risk, point, shape, test, batch_norm, state, save_interval, settings, progress),
     )
 
 
-def _along(
+def _evaluate(
     risk: Risk,
     point: Callable[[int], Tensor],
     shape: tuple[int, int],
