@@ -163,7 +163,7 @@ def advise(
     The least damping for Adam and K-FAC is :math:`\alpha` over the edge of momentum for the matrix
     without a preconditioner. The reason is that with a damping :math:`\delta` far above their
     divisors, both are heavy-ball momentum with the learning rate :math:`\alpha / \delta`. On three
-    networks on MNIST and for batches of 4 to 64, Adam with :math:`\alpha = 1` needed 0.5 to 1.5
+    networks on MNIST and for batches of 4 to 64, Adam with :math:`\alpha = 1` needed 0.5 to 1.6
     times this damping, and less if its divisor was not small; so did K-FAC with
     :math:`\alpha = 0.1`. For ``sgd``, ``momentum`` and ``nesterov``, the damping is the least that
     keeps a second-order step stable under the noise of batches,
