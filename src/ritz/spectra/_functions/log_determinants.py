@@ -25,9 +25,9 @@ from ritz.operators import (
     as_operator,
     exact,
 )
+from ritz.spectra._functions.block_krylov import Deflation, block_krylov, krylov_size
 from ritz.spectra._functions.floors import certain_floor, likely_floor
 from ritz.spectra._functions.quadrature import Budget, Known, Sampler, is_sparse
-from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_size
 from ritz.spectra._functions.trace_functions import (
     by_chebyshev,
     by_maxent,

@@ -13,6 +13,7 @@ from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate, stderr
 from ritz._core.sampling import Sampling, check_samples, doubling, draw_probes, is_settled
 from ritz.operators import LinearOperator, OperatorLike, as_operator
+from ritz.spectra._functions.block_krylov import by_krylov
 from ritz.spectra._functions.floors import certain_floor
 from ritz.spectra._functions.quadrature import (
     ADVICE,
@@ -26,7 +27,6 @@ from ritz.spectra._functions.quadrature import (
     floor_error,
     roundoff_error,
 )
-from ritz.spectra._functions.splitting import by_krylov
 from ritz.spectra._lanczos import Bounds, Reorthogonalization, bounds
 from ritz.spectra._maxent import EntropicDensity, Grid, in_interval, maxent
 from ritz.spectra._moments import Moments, moment_roundoff, moments
