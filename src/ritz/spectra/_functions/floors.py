@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress
-from ritz._core.sampling import draw_probes
+from ritz._core.random import draw_probes
 from ritz.operators import LinearOperator, SparseOperator
 from ritz.operators._shared import CompressedRows, lower_bound, row_excess
 from ritz.spectra._cg import solve
