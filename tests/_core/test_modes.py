@@ -1,4 +1,4 @@
-"""Modes of batch norm and dropout, and recomputed statistics."""
+"""Batch norm, dropout and precision: modes, masks and recomputed statistics."""
 
 import copy
 

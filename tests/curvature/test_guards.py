@@ -160,12 +160,12 @@ def test_batches_with_objects_of_unknown_content_are_eager(rng):
     batches = [(rows(rng), Box(torch.tensor(value)), torch.arange(5) % 2) for value in (1.0, 2.0)]
     model = Scaled(rng, lambda x, box: box.value)
 
-    with pytest.warns(UserWarning, match="values in a Box"):
+    with pytest.warns(UserWarning, match="a batch contains a Box"):
         op = check_exact(model, batches)
 
     assert "eager" in op.products.plan
     risk = ritz.Risk(model, cross_entropy, batches)
-    with pytest.raises(RuntimeError, match="values in a Box"):
+    with pytest.raises(RuntimeError, match="a batch contains a Box"):
         ritz.hessian(risk, engine="linearized") @ torch.ones(risk.space.size, dtype=torch.float64)
 
 

@@ -80,7 +80,7 @@ def test_subgraphs_keep_names_and_self_loops():
         ([False] * 7, "at least one vertex"),
         ([0, 7], "between 0 and 6"),
         ([-1], "between 0 and 6"),
-        ([1, 1], "must not contain a vertex twice"),
+        ([1, 1], "must be distinct, got"),
         ([0.5], "mask or a list of indices"),
         ([True, False], "mask of 7 entries"),
     ],

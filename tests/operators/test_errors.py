@@ -7,6 +7,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 
 from ritz.operators import (
+    BlockDiagonalOperator,
     DeflatedOperator,
     DenseOperator,
     DiagonalOperator,
@@ -29,6 +30,47 @@ NAN = float("nan")
 SKEW = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
 
 WRONG = {
+    "diagonal a list": (
+        lambda: DiagonalOperator([1.0]),
+        TypeError,
+        "entries must be a torch.Tensor",
+    ),
+    "scales a number": (
+        lambda: LowRankOperator(torch.ones(3, 2), scales=2.0),
+        TypeError,
+        "scales must be a torch.Tensor, got float",
+    ),
+    "shift of a tensor": (
+        lambda: ShiftedOperator(EYE, 1.0),
+        TypeError,
+        "op must be an operator, .*, got Tensor",
+    ),
+    "blocks of tensors": (
+        lambda: BlockDiagonalOperator([EYE, EYE]),
+        TypeError,
+        "ops must be an operator, .*, got Tensor",
+    ),
+    "Kronecker product of tensors": (
+        lambda: KroneckerOperator(EYE, EYE),
+        TypeError,
+        "factors must be an operator, .*, got Tensor",
+    ),
+    "symmetry of a tensor": (lambda: check_symmetric(EYE), TypeError, "op must be an operator"),
+    "function a string": (
+        lambda: FunctionOperator("product", n=3),
+        TypeError,
+        "function must be a function of a block, got str",
+    ),
+    "function of 2.5 rows": (
+        lambda: FunctionOperator(lambda block: block, n=2.5),
+        TypeError,
+        "n must be an integer, got 2.5",
+    ),
+    "function on no device": (
+        lambda: FunctionOperator(lambda block: block, n=3, device="gpu"),
+        ValueError,
+        "device must be cpu, cuda or cuda:<number>, got 'gpu'",
+    ),
     "dense not square": (lambda: DenseOperator(torch.ones(2, 3)), ValueError, "square, got"),
     "dense a vector": (lambda: DenseOperator(torch.ones(3)), ValueError, "square, got"),
     "dense not symmetric": (lambda: DenseOperator(SKEW), ValueError, "must be symmetric, but u'Av"),
@@ -39,7 +81,7 @@ WRONG = {
     "dense from NumPy": (
         lambda: DenseOperator(np.eye(2)),
         TypeError,
-        "must be made of torch tensors",
+        r"matrix must be a torch.Tensor \(ritz.as_operator takes others\), got ndarray",
     ),
     "sparse not square": (
         lambda: SparseOperator(scipy.sparse.csr_array(np.ones((2, 3)))),

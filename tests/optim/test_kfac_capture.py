@@ -165,7 +165,7 @@ def test_float16_needs_the_scaler():
     KFAC_ = KFAC(model)
     with (
         torch.autocast("cpu", dtype=torch.float16),
-        pytest.raises(ValueError, match="pass the GradScaler as scaler="),
+        pytest.raises(ValueError, match="scaler must be the GradScaler"),
     ):
         model(noise(5, 3).float())
     assert KFAC_.curvature.capturing

@@ -300,7 +300,7 @@ def test_a_first_measurement_below_roundoff_is_one_clear_error(kind, monkeypatch
     model, batch = network(), samples()
     optimizer = kind(model.parameters())
 
-    with pytest.raises(ValueError, match=f"{kind.__name__} cannot measure a curvature below its"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} cannot measure the curvature, because"):
         optimizer.update_curvature(Risk(model, cross_entropy, [batch]))
 
 

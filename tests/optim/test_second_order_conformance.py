@@ -337,7 +337,7 @@ def test_a_parameter_without_curvature_is_one_clear_error():
 @every
 def test_risks_of_other_models_are_refused(name):
     _, optimizer = twins(name)
-    with pytest.raises(ValueError, match="with parameters of this"):
+    with pytest.raises(ValueError, match="risk must have the model that this"):
         optimizer.update_curvature(Risk(network(), cross_entropy, [samples()]))
     with pytest.raises(TypeError, match="risk must be"):
         optimizer.update_curvature(samples())

@@ -14,6 +14,10 @@ from ritz._core.results import Estimate
 
 # Entries per step of column_dots: small enough that the elementwise product stays in cache.
 CHUNK = 2**17
+# Rows per product of inner_products, and products per step. torch sums thin products row by row: in
+# float32, the squared norm of 15 million random entries is 2.6 % too small, and that of 40 million
+# equal ones 34 %. With 256 rows the error of these is 1e-6, and the time the same.
+ROWS, PRODUCTS = 2**8, 2**10
 
 # Error of a sum of products, in units of machine precision. In the table of docs/intervals.md the
 # errors of exact values are at most 2, except for the star graph, whose long row of ones gives 6.
@@ -35,6 +39,24 @@ def column_dots(left: Tensor, right: Tensor) -> Tensor:
     total = torch.zeros(left.shape[1], dtype=torch.float64, device=left.device)
     for x, y in zip(left.split(rows), right.split(rows), strict=True):
         total += (x.double() * y).sum(0)
+    return total
+
+
+def column_norms(block: Tensor) -> Tensor:
+    """Return the norms of columns, ``(k,)``, in float64."""
+    return column_dots(block, block).sqrt()
+
+
+def inner_products(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``X'Y`` of ``X``, ``(n, k)``, and ``Y``, ``(n, l)`` or ``(n,)``, in float64."""
+    if right.ndim == 1:
+        return inner_products(left, right[:, None])[:, 0]
+    whole = len(left) - len(left) % ROWS
+    total = left[whole:].double().T @ right[whole:].double()
+    for start in range(0, whole, ROWS * PRODUCTS):
+        stop = min(whole, start + ROWS * PRODUCTS)
+        x, y = (block[start:stop].unflatten(0, (-1, ROWS)) for block in (left, right))
+        total += (x.mT @ y).sum(0, dtype=torch.float64)
     return total
 
 

@@ -14,7 +14,7 @@ from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
 from ritz.graphs._density import INTERVAL, matched_within, moments
 from ritz.graphs._fit_models import TUNING, Family, Model, Outline, families, siblings
-from ritz.graphs._graph import GraphError
+from ritz.graphs._graph import Graph, GraphError
 from ritz.graphs._io import GraphLike
 from ritz.graphs._jackknife import jackknife, leave_out
 from ritz.graphs._matrices import with_edges
@@ -184,10 +184,7 @@ def fit(
     size = min(graph.num_nodes, TUNING.most_nodes) if num_nodes is None else num_nodes
     check_count("num_nodes", size, low=TUNING.fewest_nodes)
     generator = resolve_generator(generator)
-    degrees = graph.crow.diff().long()
-    if graph.num_loops:
-        degrees = degrees - torch.from_numpy(graph.to_scipy().diagonal() != 0).long()
-    outline = Outline(degrees=degrees, num_nodes=size)
+    outline = Outline(degrees=_numbers_of_neighbors(graph), num_nodes=size)
     sampled = moments(
         graph,
         num_moments=num_moments,
@@ -205,15 +202,28 @@ def fit(
             fits.append(_for_size(search.nearest(some, outline), size, graph.num_nodes))
             search.num_drawn = sum(totals[: len(fits)])
             bar.update(search.num_drawn, fits[-1].model)
-    ranked = sorted(fits, key=lambda one: one.divergence)
-    possible = [one for one in ranked if one.divergence <= one.typical]
-    first = min(possible or ranked[:1], key=lambda one: _NUM_PARAMETERS[one.model])  # type: ignore[index]
     return Fit(
-        fits=(first, *(one for one in ranked if one is not first)),
+        fits=_ranked(fits),
         num_nodes=size,
         density=search.density,
         seed=generator.initial_seed(),
     )
+
+
+def _numbers_of_neighbors(graph: Graph) -> Tensor:
+    """Return the number of neighbours of each vertex, ``(n,)``; a self-loop is no neighbour."""
+    counts = graph.crow.diff().long()
+    if graph.num_loops:
+        counts = counts - torch.from_numpy(graph.to_scipy().diagonal() != 0).long()
+    return counts
+
+
+def _ranked(fits: Sequence[ModelFit]) -> tuple[ModelFit, ...]:
+    """Sort by divergence, but put the simplest of the models that fit first."""
+    ranked = sorted(fits, key=lambda one: one.divergence)
+    possible = [one for one in ranked if one.divergence <= one.typical]
+    first = min(possible or ranked[:1], key=lambda one: _NUM_PARAMETERS[one.model])  # type: ignore[index]
+    return (first, *(one for one in ranked if one is not first))
 
 
 # ------------------------------------------------------------------------------------------

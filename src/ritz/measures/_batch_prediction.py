@@ -10,6 +10,7 @@ from ritz._core.checks import check_count, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, plain_estimate
+from ritz._core.sampling import column_norms, inner_products
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, EngineName
@@ -396,8 +397,8 @@ def measured_batches(
     num_batches = check_count("num_batches", num_batches, low=2)
     check_direction("leading", leading, risk)
     # Overlaps are squared cosines only for a unit vector.
-    if abs(float(leading.norm()) - 1) > 1e-3:
-        raise ValueError(f"leading must have norm 1, got {float(leading.norm()):.6g}")
+    if abs((norm := float(column_norms(leading[:, None]))) - 1) > 1e-3:
+        raise ValueError(f"leading must have norm 1, got {norm:.6g}")
     generator = resolve_generator(generator)
     counts = [num_batches] * len(sizes)
     return _measure(risk, sizes, matrix, counts, leading, generator, progress)[0]
@@ -458,10 +459,10 @@ def _projections(
     # Probes are orthogonal to the subspace, inside of which everything is known exactly. Two steps
     # of Gram-Schmidt reach roundoff.
     for _ in range(2):
-        probes -= basis @ (basis.T @ probes)
+        probes -= basis @ inner_products(basis, probes).to(probes)
     # If the probes span the whole complement, orthonormal ones have an exact mean.
     complete = num_probes == len(basis) - basis.shape[1]
-    probes = torch.linalg.qr(probes)[0] if complete else probes / probes.norm(dim=0)
+    probes = torch.linalg.qr(probes)[0] if complete else probes / column_norms(probes).to(probes)
     groups, count = random_groups(risk, group_size, generator), sum(risk.batch_rows)
     return project(groups, basis, probes, matrix=matrix, num_samples=count, progress=progress)
 
@@ -476,13 +477,13 @@ def _measure(
     progress: bool | Progress,
 ) -> tuple[BatchCurve, float]:
     """Return the curve of random batches, and its cost in products with the whole matrix."""
-    total, columns = sum(risk.batch_rows), []
+    total, columns, column = sum(risk.batch_rows), [], leading[:, None]
     # The first product with an engine checks it. Do this on all data, because the products of a
     # batch that is fitted well may be nothing but roundoff.
     engines = {size: _engine(size) for size in sizes}
     for engine in sorted(set(engines.values())):
         op = curvature_operator(risk, matrix, engine=engine)
-        quotient = float(leading @ (op @ leading))
+        quotient = float(inner_products(op @ column, leading))
     scale = abs(quotient)
     cost = float(len(set(engines.values())))
     with tracking(progress, "batches", sum(counts)) as bar:
@@ -500,9 +501,10 @@ def _measure(
                 )  # fmt: skip
                 if pairs.vectors is None:
                     raise RuntimeError("eigenpairs() returned no vectors")
-                value, overlap = float(pairs.values[0]) - scale, pairs.vectors[:, 0] @ leading
+                value = float(pairs.values[0]) - scale
+                overlap = inner_products(pairs.vectors[:, :1], leading)
                 # Control variate: the mean of this change over all batches is zero.
-                change = float(leading @ (op @ leading)) - quotient
+                change = float(inner_products(op @ column, leading)) - quotient
                 rows.append([value, float(overlap) ** 2, change])
                 cost += (pairs.num_products + 1) * size / total
                 bar.update(sum(counts[:index]) + done)

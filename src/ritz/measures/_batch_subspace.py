@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress, tracking
-from ritz._core.sampling import check_samples, column_dots
+from ritz._core.sampling import check_samples, column_dots, inner_products
 from ritz.curvature import Risk
 from ritz.curvature._shared import CurvatureMatrix, batch_products
 from ritz.measures._groups import share_of_variance
@@ -152,13 +152,12 @@ def project(
 
 def _split(basis: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``U'Y`` and ``Y'(I - UU')Y`` of ``Y = H U``, ``(k, k)`` each, in float64."""
-    small = basis.T @ product
+    small = inner_products(basis, product)
     if basis.shape[0] == basis.shape[1]:  # the complement is empty; avoid roundoff in its place
-        rest = torch.zeros_like(small, dtype=torch.float64, device="cpu")
-        return ((small + small.T) / 2).double().cpu(), rest
+        return ((small + small.T) / 2).cpu(), torch.zeros_like(small, device="cpu")
     # Y'Y - M'M would cancel, so compute the part of Y outside of the subspace first.
-    rest = product - basis @ small
-    return ((small + small.T) / 2).double().cpu(), (rest.T @ rest).double().cpu()
+    rest = product - basis @ small.to(basis)
+    return ((small + small.T) / 2).cpu(), inner_products(rest, rest).cpu()
 
 
 # ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from ritz._core.progress import Progress
 from ritz._core.propagation import propagate
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate, stderr
-from ritz._core.sampling import column_dots
+from ritz._core.sampling import column_dots, column_norms
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, check_risk
@@ -275,7 +275,7 @@ def shrinkage(
 
 def _unit_probes(risk: Risk, count: int, generator: torch.Generator) -> Tensor:
     block = random_vectors(risk, count, generator, kind="rademacher")
-    return block.div_(block.norm(dim=0))
+    return block.div_(column_norms(block).to(block))
 
 
 def _unit_block(risk: Risk, along: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.propagation import propagate
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate, stderr
-from ritz._core.sampling import column_dots
+from ritz._core.sampling import column_dots, inner_products
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, check_risk
@@ -390,7 +390,7 @@ def gradient_overlap(
     # Eigenpairs are ascending; put the largest eigenvalue first.
     order = pairs.values.argsort(descending=True)
     values, errors = pairs.values[order], vector_errors(pairs)[order]
-    cosines = (vectors.T @ unit).double().cpu()[order]
+    cosines = inner_products(vectors, unit).cpu()[order]
     overlaps = cosines.square()
     # If an eigenvector is off by an angle of sine s, a cosine c changes by at most s. Overlaps are
     # between 0 and 1, so no error exceeds 1.

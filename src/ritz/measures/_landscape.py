@@ -71,8 +71,7 @@ def random_direction(risk: Risk, *, generator: torch.Generator | None = None) ->
     check_risk(risk)
     vector = random_vectors(risk, 1, resolve_generator(generator))[:, 0]
     # The direction of a Gaussian vector is uniform on the sphere.
-    unit: Tensor = vector / vector.norm()
-    return unit
+    return vector / float(vector.double().norm())
 
 
 def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:
@@ -290,7 +289,7 @@ def landscape(
         names=tuple(chosen),
         t=torch.tensor(steps, dtype=torch.float64),
         norms=torch.stack([vector.double().norm().cpu() for vector in vectors]),
-        **_along(risk, point, shape, test, batch_norm, state, save_interval, settings, progress),
+        **_evaluate(risk, point, shape, test, batch_norm, state, save_interval, settings, progress),
     )
 
 
@@ -353,11 +352,11 @@ def landscape2d(
         s=torch.tensor(s, dtype=torch.float64),
         t=torch.tensor(t, dtype=torch.float64),
         norms=norms,
-        **_along(risk, point, shape, test, batch_norm, state, save_interval, settings, progress),
+        **_evaluate(risk, point, shape, test, batch_norm, state, save_interval, settings, progress),
     )
 
 
-def _along(
+def _evaluate(
     risk: Risk,
     point: Callable[[int], Tensor],
     shape: tuple[int, int],

@@ -181,11 +181,7 @@ def sharpness(
     num_steps = min(100, size) if num_steps is None else num_steps
     num_steps = check_count("num_steps", num_steps, high=size)
     num_probes = check_count("num_probes", num_probes)
-    matrices: Sequence[CurvatureMatrix] = matrix if isinstance(matrix, list | tuple) else (matrix,)
-    if not matrices:
-        raise ValueError(f"matrix must be one or more of {', '.join(MATRICES)}; got {matrix!r}")
-    for name in matrices:
-        check_choice("matrix", name, MATRICES)
+    matrices = _matrices(matrix)
     operator = partial(curvature_operator, engine=engine, block_size=block_size)
     centres = _modes(risk, batch_norm)
     for _, centre in centres:
@@ -193,7 +189,7 @@ def sharpness(
             operator(centre, name)  # raise before the first product if a matrix is not possible
     generator = resolve_generator(generator)
     num_rows = len(centres) * len(matrices)
-    num_steps, num_probes, spent = _within(max_products, num_steps, num_probes, num_rows)
+    num_steps, num_probes, spent = _limit_products(max_products, num_steps, num_probes, num_rows)
     start = random_vectors(risk, num_probes, generator)
     settings = {
         "num_steps": num_steps,
@@ -231,7 +227,17 @@ def sharpness(
     )
 
 
-def _within(
+def _matrices(chosen: CurvatureMatrix | Sequence[CurvatureMatrix]) -> Sequence[CurvatureMatrix]:
+    """Return the matrices to measure; raise unless there is one, and all are known."""
+    matrices: Sequence[CurvatureMatrix] = chosen if isinstance(chosen, list | tuple) else (chosen,)
+    if not matrices:
+        raise ValueError(f"matrix must be one or more of {', '.join(MATRICES)}; got {chosen!r}")
+    for name in matrices:
+        check_choice("matrix", name, MATRICES)
+    return matrices
+
+
+def _limit_products(
     max_products: int | None, num_steps: int, num_probes: int, num_rows: int
 ) -> tuple[int, int, Status | None]:
     """Return the steps and probes that ``max_products`` allows, and a status if it reduces them."""

@@ -10,7 +10,15 @@ import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 
-from ritz._core.checks import as_plain, check_range, check_real_floating, check_tensor, is_below
+from ritz._core.checks import (
+    as_plain,
+    check_count,
+    check_range,
+    check_real_floating,
+    check_tensor,
+    check_type,
+    is_below,
+)
 from ritz._core.random import probes, resolve_generator
 
 
@@ -44,8 +52,9 @@ class LinearOperator(ABC):
     def __init__(
         self, n: int, *, dtype: torch.dtype, device: torch.device | str, block_size: int = 8
     ) -> None:
-        if n < 1:
-            raise ValueError(f"an operator must have at least one row, got {n}")
+        n = check_count("n", n, low=0)
+        if not n:
+            raise ValueError("an operator must have at least one row, got 0")
         if not isinstance(dtype, torch.dtype):
             raise TypeError(
                 f"an operator must be made of torch tensors, got {dtype!r}: use ritz.as_operator()"
@@ -139,6 +148,7 @@ def check_symmetric(
     This detects an antisymmetric part of relative size ``rtol`` with high probability. ``rtol``
     defaults to the square root of machine precision. Cost: one product with a block of two vectors.
     """
+    check_linear("op", op)
     n = op.shape[0]
     generator = resolve_generator(generator)
     block = probes((n, 2), kind="gaussian", generator=generator, dtype=op.dtype, device=op.device)
@@ -185,6 +195,7 @@ class WrappingOperator(LinearOperator):
     """Base class of operators made of one other operator, ``op``."""
 
     def __init__(self, op: LinearOperator, detail: str, *, n: int | None = None) -> None:
+        check_linear("op", op)
         n = op.shape[0] if n is None else n
         super().__init__(n, dtype=op.dtype, device=op.device, block_size=op.block_size)
         self.op, self._detail = op, detail
@@ -207,6 +218,8 @@ def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False
     """Return the first operator. Raise unless there is one and all agree in dtype and device."""
     if not ops:
         raise ValueError(f"{name} must contain at least one operator, got none")
+    for op in ops:
+        check_linear(name, op)
     first = ops[0]
     for op in ops[1:]:
         alike = (op.dtype, op.device) == (first.dtype, first.device)
@@ -214,6 +227,11 @@ def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False
             kinds = "shape, dtype and device" if shape else "dtype and device"
             raise ValueError(f"{name} must agree in {kinds}, got {first!r} and {op!r}")
     return first
+
+
+def check_linear(name: str, op: Any) -> None:
+    """Raise unless ``op`` is an operator."""
+    check_type(name, op, LinearOperator, "an operator, such as that of ritz.as_operator(matrix)")
 
 
 def _writes(tensor: Tensor) -> int:

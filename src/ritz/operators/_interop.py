@@ -15,6 +15,7 @@ from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 from typing_extensions import TypeAliasType
 
+from ritz._core.checks import check_device, check_type
 from ritz.operators._base import LinearOperator
 from ritz.operators._laplacian import is_networkx
 from ritz.operators._sparse import SparseOperator
@@ -56,7 +57,8 @@ class FunctionOperator(LinearOperator):
         columnwise: bool = False,
         name: str | None = None,
     ) -> None:
-        super().__init__(n, dtype=dtype, device=device)
+        check_type("function", function, Callable, "a function of a block")
+        super().__init__(n, dtype=dtype, device=check_device(device))
         self.function, self.columnwise = function, columnwise
         default = getattr(function, "__name__", type(function).__name__)
         self._detail = default if name is None else name

@@ -6,8 +6,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_finite, check_range, check_tensor, is_below
+from ritz._core.checks import check_finite, check_range, check_tensor, check_type, is_below
 from ritz._core.distributed import Group, all_sum, world_size
+from ritz._core.sampling import inner_products
 from ritz.operators._base import (
     LinearOperator,
     WrappingOperator,
@@ -29,6 +30,7 @@ class DenseOperator(LinearOperator):
     """
 
     def __init__(self, matrix: Tensor) -> None:
+        check_type("matrix", matrix, Tensor, "a torch.Tensor (ritz.as_operator takes others)")
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"matrix must be square, got {tuple(matrix.shape)}")
         super().__init__(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
@@ -49,6 +51,7 @@ class DiagonalOperator(LinearOperator):
     """The diagonal matrix with the entries ``(n,)``."""
 
     def __init__(self, entries: Tensor) -> None:
+        check_type("entries", entries, Tensor, "a torch.Tensor")
         if entries.ndim != 1:
             raise ValueError(f"entries must be a vector, got {tuple(entries.shape)}")
         super().__init__(len(entries), dtype=entries.dtype, device=entries.device)
@@ -72,6 +75,9 @@ class LowRankOperator(LinearOperator):
     def __init__(
         self, factors: Tensor, *, scales: Tensor | None = None, entries: Tensor | None = None
     ) -> None:
+        for name, given in (("factors", factors), ("scales", scales), ("entries", entries)):
+            if given is not None or name == "factors":
+                check_type(name, given, Tensor, "a torch.Tensor")
         if factors.ndim != 2:
             raise ValueError(f"factors must be (n, r), got {tuple(factors.shape)}")
         n, r = factors.shape
@@ -89,7 +95,7 @@ class LowRankOperator(LinearOperator):
 
     def _matmat(self, block: Tensor) -> Tensor:
         # U (s * (U' B)) + d * B, associated so that nothing larger than (n, k) is formed.
-        inner = self.scales[:, None] * (self.factors.T @ block)
+        inner = self.scales[:, None] * inner_products(self.factors, block).to(block)
         return torch.addmm(self.entries[:, None] * block, self.factors, inner)
 
 
@@ -180,7 +186,7 @@ class DeflatedOperator(WrappingOperator):
         check_tensor("vectors", vectors, dtype=op.dtype, device=op.device, rows=op.shape[0])
         self.vectors = vectors.detach().reshape(op.shape[0], -1)
         super().__init__(op, f"{type(op).__name__} without {self.vectors.shape[1]} directions")
-        gram = self.vectors.double().T @ self.vectors.double()
+        gram = inner_products(self.vectors, self.vectors)
         error = float((gram - torch.eye(len(gram)).to(gram)).abs().max())
         # Q'Q = I to half of the digits of the dtype.
         if not is_below(error, torch.finfo(op.dtype).eps ** 0.5):
@@ -191,7 +197,7 @@ class DeflatedOperator(WrappingOperator):
 
     def _project(self, block: Tensor) -> Tensor:
         # (I - Q Q') B, associated so that Q Q', (n, n), is not formed.
-        return block - self.vectors @ (self.vectors.T @ block)
+        return block - self.vectors @ inner_products(self.vectors, block).to(block)
 
 
 @final

@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from ritz._core.checks import check_choice, check_count, check_range, check_type, is_below
 from ritz._core.params import check_setting
 from ritz._core.results import AsymmetryError
+from ritz._core.sampling import inner_products
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import ShiftedOperator
 from ritz.optim._curvature import (
@@ -236,7 +237,7 @@ class HessianFree(Optimizer):
         vectors: Any = run.vectors
         sizes = (run.values - delta).abs().to(vectors)
         # g is in the span of the Ritz vectors, since Lanczos starts from g.
-        parts = -(vectors.T @ gradient) / (sizes + delta)
+        parts = -inner_products(vectors, gradient).to(vectors) / (sizes + delta)
         return vectors @ parts, parts @ (sizes * parts)
 
     def _count(self, iterations: int) -> None:

@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from ritz._core.checks import check_finite, check_tensor
 from ritz._core.params import check_optimizer, parameters
+from ritz._core.sampling import inner_products
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature import optimizer_risk
@@ -99,18 +100,19 @@ def read_step(
     # w_{t+1} - w_t = - sum_i alpha_i u_i u_i' g, without the decay.
     update = after - before - decay
     along = {"gradient": gradient, "update": update, "decay": decay}
-    inside = {name: vectors.T @ vector for name, vector in along.items()}
+    inside = {name: inner_products(vectors, vector) for name, vector in along.items()}
     # The parts orthogonal to the eigenvectors.
-    g, d = (along[name] - vectors @ inside[name] for name in ("gradient", "update"))
+    g, d = (along[name] - vectors @ inside[name].to(vectors) for name in ("gradient", "update"))
     # Their learning rate by least squares: alpha = -d'g / g'g.
     square = float(g.double().square().sum())
     flat = -float(d.double() @ g.double()) / square if square else math.nan
-    parts = {name: part.double().cpu() for name, part in inside.items()}
+    parts = {name: part.cpu() for name, part in inside.items()}
     # Equation 11: alpha_i = - u_i'(w_{t+1} - w_t) / u_i'g.
     rates = -parts["update"] / parts["gradient"]
     sharp = float(rates[values.argmax()])
     # Layers before a normalisation depend on the direction of the weights alone.
-    turn = vectors.T @ (after / after.norm() - before / before.norm())
+    size, former = (float(vector.double().norm()) for vector in (after, before))
+    turn = inner_products(vectors, after / size - before / former)
     return StepReading(
         values=values.double().cpu(),
         rates=rates,
@@ -205,7 +207,7 @@ class StepReader:
             after=_joined(params.values()),
             decay=decay,
         )
-        return _split_decay(reading, (vectors.T @ coupled).double().cpu())
+        return _split_decay(reading, inner_products(vectors, coupled).cpu())
 
     def note(self) -> None:
         """Store the current weights as those before the next step."""

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ritz._core.checks import check_type
 from ritz._core.random import draw_probes, resolve_generator
 from ritz._core.results import Estimate
 from ritz.operators import LinearOperator, check_symmetric
@@ -28,6 +29,7 @@ def check_operator(
         rtol: Relative tolerance. Defaults to 100 times roundoff times the square root of ``n``.
         generator: Source of the test vectors. Defaults to a new generator with seed 0.
     """
+    check_type("op", op, LinearOperator, "an operator, such as that of ritz.as_operator(matrix)")
     n = op.shape[0]
     block = draw_probes(op, 3, kind="gaussian", generator=resolve_generator(generator))
     before, product = block.clone(), op.matmat(block)
@@ -62,6 +64,7 @@ def assert_within_stderr(estimate: Estimate, exact: float | Tensor, *, sigmas: f
 
     The truncation of the estimate is added. Without a standard error, they must agree to roundoff.
     """
+    check_type("estimate", estimate, Estimate, "an Estimate")
     mean = estimate.mean.double().cpu()
     truth = torch.as_tensor(exact, dtype=torch.float64).cpu()
     # |mean - truth| <= roundoff + sigmas stderr + truncation

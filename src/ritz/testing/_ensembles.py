@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_finite
+from ritz._core.checks import check_count, check_finite, check_type
 from ritz._core.random import resolve_generator
 from ritz.operators import DenseOperator, FunctionOperator, LinearOperator
 
@@ -23,6 +23,7 @@ def with_spectrum(
             operations and the memory is 4 vectors, for millions of rows.
         generator: Source of ``Q``. Defaults to a new generator with seed 1.
     """
+    check_type("eigenvalues", eigenvalues, Tensor, "a torch.Tensor")
     if eigenvalues.ndim != 1:
         raise ValueError(f"eigenvalues must be a vector, got {tuple(eigenvalues.shape)}")
     check_finite("eigenvalues", eigenvalues)

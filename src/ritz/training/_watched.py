@@ -275,7 +275,7 @@ class Watched:
         if start is not None and len(start) == op.shape[0]:
             # The vector has length one, so the random part is `fresh` times as long.
             noise = torch.randn(len(start), generator=generator).to(start)
-            start = start.to(op.device) + (TUNING.fresh / noise.norm()).to(start) * noise
+            start = start.to(op.device) + (TUNING.fresh / noise.double().norm()).to(start) * noise
             limits = {"max_steps": settings.max_products, "start": start, "certify": "none"}
         run = eigenpairs(op, rtol=settings.rtol, generator=generator, **end, **limits)
         if run.vectors is not None:

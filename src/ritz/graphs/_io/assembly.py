@@ -73,9 +73,8 @@ class Records:
     Attributes:
         source: Name of the source for messages.
         kind: ``edges``: both orders of a pair are the same edge. ``arcs``: the order is a
-        direction,
-            and a pair without its reverse makes the source directed. ``list``: like ``edges``, but
-            directed if some pairs occur in both orders and others in one.
+            direction, and a pair without its reverse makes the source directed. ``list``: like
+            ``edges``, but directed if some pairs occur in both orders and others in one.
         num_nodes: Vertices are ``0 .. num_nodes - 1``. ``None``: the ids that occur, renumbered.
         names: Names of the vertices in the source; only with ``num_nodes``.
         directed: Whether the source declares that it is directed.

@@ -1,0 +1,30 @@
+"""Sums over many rows keep their digits in float32."""
+
+import pytest
+import torch
+
+from ritz._core.sampling import ROWS, column_norms, inner_products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, ROWS - 1, ROWS, 3 * ROWS + 5, 1100 * ROWS])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_inner_products_are_those_of_float64(dtype, rows, layout):
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(rows, 3, generator=generator, dtype=dtype)
+    right = torch.randn(rows, 2, generator=generator, dtype=dtype)
+    if layout == "columns":
+        left = left.T.contiguous().T
+
+    exact = left.double().T @ right.double()
+
+    assert (inner_products(left, right) - exact).abs().max() < 2e-6 * rows
+    assert torch.allclose(inner_products(left, right[:, 0]), inner_products(left, right)[:, 0])
+
+
+def test_long_vectors_in_float32_keep_six_digits():
+    # For these, the product of torch is 34 % too small, and its norm 2 % too large.
+    ones = torch.full((40_000_000, 1), 0.1)
+
+    assert float(inner_products(ones, ones)) == pytest.approx(4e5, rel=2e-6)
+    assert float(column_norms(ones)) == pytest.approx(4e5**0.5, rel=2e-6)
