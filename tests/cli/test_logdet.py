@@ -1,6 +1,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import scipy.io
 import scipy.sparse as sparse
@@ -20,6 +21,12 @@ def test_the_value_is_printed_with_error_bar_method_products_and_time(matrix, ca
     out = capsys.readouterr().out
     assert f"log det = {math.log(8):.7f}"[:16] in out
     assert "factor of a sparse matrix of order 3, 0 products" in out
+
+
+def test_a_matrix_saved_by_numpy_is_read(tmp_path, capsys):
+    np.save(tmp_path / "matrix.npy", np.diag([1.0, 2.0, 4.0]))
+    assert _app.run(["logdet", str(tmp_path / "matrix.npy")]) == 0
+    assert "factor of a dense matrix of order 3" in capsys.readouterr().out
 
 
 def test_json_has_the_estimate(matrix, capsys):

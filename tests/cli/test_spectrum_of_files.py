@@ -34,9 +34,10 @@ def test_the_spectrum_of_a_matrix_file_is_printed_saved_and_drawn(matrix, tmp_pa
 
 def test_a_saved_sparse_matrix_of_scipy_gives_the_same_spectrum(matrix, tmp_path, capsys):
     sparse.save_npz(tmp_path / "line.npz", LINE)
+    np.save(tmp_path / "line.npy", LINE.toarray())
 
     values = []
-    for name in ("line.mtx", "line.npz"):
+    for name in ("line.mtx", "line.npz", "line.npy"):
         assert ritz("spectrum", tmp_path / name, "--json", "--steps", 9, "--max-products", 7) == 0
         values.append(json.loads(capsys.readouterr().out)["result"][name]["values"])
 
@@ -72,7 +73,7 @@ def test_options_of_networks_are_refused_for_a_matrix(matrix, option, capsys):
     assert f"{option.partition('=')[0]} is for trained networks" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["data.py", "matrix.npy"])
+@pytest.mark.parametrize("name", ["data.py", "matrix.csv"])
 def test_a_file_of_another_kind_gets_a_line_that_says_what_to_pass(name, tmp_path, capsys):
     np.savetxt(tmp_path / name, np.eye(2))
 

@@ -11,11 +11,13 @@ from ritz.operators import read_matrix
 LINE = sparse.diags_array([-1.0, 2.5, -1.0], offsets=[-1, 0, 1], shape=(6, 6)).tocsr()
 
 
-@pytest.mark.parametrize("name", ["a.mtx", "a.mtx.gz", "a.npz"])
+@pytest.mark.parametrize("name", ["a.mtx", "a.mtx.gz", "a.npz", "a.npy"])
 def test_a_saved_matrix_is_read_back(name, tmp_path):
     path = tmp_path / name
     if name == "a.npz":
         sparse.save_npz(path, LINE)
+    elif name == "a.npy":
+        np.save(path, LINE.toarray())
     else:
         scipy.io.mmwrite(tmp_path / "a.mtx", LINE)
         if name.endswith(".gz"):
@@ -34,7 +36,7 @@ def test_files_without_a_symmetric_matrix_raise(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no matrix file .*a\.mtx"):
         read_matrix(tmp_path / "a.mtx")
     (tmp_path / "a.txt").write_text("1")
-    with pytest.raises(ValueError, match=r"must end in \.mtx"):
+    with pytest.raises(ValueError, match=r"must end in one of \.mtx"):
         read_matrix(tmp_path / "a.txt")
     (tmp_path / "bad.mtx").write_text("%%MatrixMarket matrix coordinate real general\n2 2 9\n1 1")
     with pytest.raises(ValueError, match="must contain a symmetric matrix"):
@@ -45,6 +47,11 @@ def test_files_without_a_symmetric_matrix_raise(tmp_path):
     (tmp_path / "torn.npz").write_bytes(b"PK not a file")
     with pytest.raises(ValueError, match="saved by scipy"):
         read_matrix(tmp_path / "torn.npz")
+    np.save(tmp_path / "pickled.npy", np.array([{"run": "me"}], dtype=object))
+    np.save(tmp_path / "vector.npy", np.ones(4))
+    for name in ("pickled.npy", "vector.npy"):
+        with pytest.raises(ValueError, match="saved by numpy"):
+            read_matrix(tmp_path / name)
     sparse.save_npz(tmp_path / "complex.npz", LINE * 1j)
     with pytest.raises(ValueError, match="real numbers"):
         read_matrix(tmp_path / "complex.npz")

@@ -8,7 +8,7 @@ import ritz
 from ritz._core.progress import tracking
 from ritz.operators import DenseOperator, FunctionOperator, KernelOperator, SparseOperator
 from ritz.spectra import NotPositiveDefiniteError
-from ritz.spectra._functions import splitting
+from ritz.spectra._functions import block_krylov
 from ritz.spectra._functions.quadrature import Projections, brackets
 from ritz.spectra._lanczos.recurrence import Recurrence
 from ritz.spectra._lanczos.steps import advance
@@ -107,10 +107,10 @@ def test_gauss_and_radau_are_bounds(rng):
 def test_the_determinant_is_that_of_the_space_times_that_of_its_complement(rng):
     matrix = with_spectrum(torch.logspace(-3, 1, 50, dtype=torch.float64), generator=rng).matrix
     with tracking(False, "", None) as bar:
-        space = splitting.block_krylov(
+        space = block_krylov.block_krylov(
             DenseOperator(matrix), dimension=20, width=5, generator=rng, bar=bar
         )
-    split = splitting.Deflation(DenseOperator(matrix), space)
+    split = block_krylov.Deflation(DenseOperator(matrix), space)
     basis = space.basis
     eye = torch.eye(50, dtype=torch.float64)
     torch.testing.assert_close(basis.T @ basis, eye[:20, :20])

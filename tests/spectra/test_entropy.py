@@ -10,7 +10,7 @@ from numpy.polynomial import legendre
 from scipy import stats
 
 from ritz import NotConvergedError, maxent, moments
-from ritz.spectra._maxent.solve import TUNING
+from ritz.spectra._maxent.solver import TUNING
 from ritz.testing import with_spectrum
 
 LOW, HIGH = (1 - 0.5**0.5) ** 2, (1 + 0.5**0.5) ** 2

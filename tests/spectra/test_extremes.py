@@ -156,3 +156,17 @@ def test_misuse_names_the_argument():
         bounds(op, method="power")
     with pytest.raises(ValueError, match="rtol must be between"):
         spectral_norm(op, rtol=0.0)
+
+
+def test_the_bound_of_a_norm_covers_the_roundoff_of_a_long_row():
+    # The top eigenvector has one large entry, so each of 300 additions in its row rounds to 1e4.
+    matrix = torch.diag(torch.linspace(1, 3, 300, dtype=torch.float64))
+    matrix[0, 1:] = matrix[1:, 0] = 5.0
+    matrix[0, 0] = 1e4
+    norm = torch.linalg.eigvalsh(matrix)[-1]  # correct to 0.03 units of roundoff
+    op = FunctionOperator(lambda block: matrix @ block, n=300, dtype=torch.float64)
+
+    for seed in (15, 36, 66, 94):
+        estimate = spectral_norm(op, generator=torch.Generator().manual_seed(seed))
+        assert abs(estimate.mean - norm) <= estimate.truncation
+        assert estimate.truncation <= 30 * torch.finfo(torch.float64).eps * norm

@@ -18,7 +18,10 @@ class Options(SeedOptions):
     """Options of the command."""
 
     file: Path = option(
-        MISSING, "Matrix Market file, or a sparse .npz of SciPy.", metavar="FILE", argument=True
+        MISSING,
+        "Symmetric matrix (.mtx, .mtx.gz, sparse .npz of SciPy, .npy).",
+        metavar="FILE",
+        argument=True,
     )
     method: Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"] = option(
         "auto",

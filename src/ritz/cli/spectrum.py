@@ -26,7 +26,7 @@ class Options(shared.MeasureOptions):
     source: Path = option(
         MISSING,
         "Folder of a run, file of weights, or symmetric matrix (.mtx, .mtx.gz, sparse .npz of "
-        "SciPy).",
+        "SciPy, .npy).",
         metavar="RUN",
         argument=True,
     )

@@ -151,28 +151,33 @@ def _from_scipy(x: Any) -> FunctionOperator:
 # ------------------------------------------------------------------------------------------
 # Symmetric matrices from files.
 
-MATRIX_FILES = (".mtx", ".mtx.gz", ".npz")
+MATRIX_FILES = (".mtx", ".mtx.gz", ".npz", ".npy")
+_CONTENTS = {
+    ".npz": "a sparse matrix saved by scipy.sparse.save_npz",
+    ".npy": "a matrix saved by numpy.save",
+}
 
 
 def read_matrix(path: str | os.PathLike[str]) -> LinearOperator:
     """Return the symmetric matrix of a file. Pickled objects are not loaded.
 
     Args:
-        path: Matrix Market (``.mtx``, ``.mtx.gz``), or ``.npz`` as written by
-            ``scipy.sparse.save_npz``.
+        path: Matrix Market (``.mtx``, ``.mtx.gz``), ``.npz`` as written by
+            ``scipy.sparse.save_npz``, or ``.npy`` as written by ``numpy.save``.
     """
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"no matrix file {str(file)!r}")
     if not file.name.endswith(MATRIX_FILES):
-        raise ValueError(f"a matrix file must end in .mtx, .mtx.gz or .npz, got {str(file)!r}")
-    saved = file.suffix == ".npz"
+        kinds = ", ".join(MATRIX_FILES)
+        raise ValueError(f"a matrix file must end in one of {kinds}, got {str(file)!r}")
+    readers: dict[str, Any] = {".npz": scipy.sparse.load_npz, ".npy": np.load}
     try:
-        matrix: Any = scipy.sparse.load_npz(file) if saved else scipy.io.mmread(file)
+        matrix = readers.get(file.suffix, scipy.io.mmread)(file)
         if np.issubdtype(matrix.dtype, np.complexfloating):
             raise ValueError(f"it must contain real numbers, got {matrix.dtype}")
         return as_operator(matrix.astype(np.float64))
     except (ValueError, TypeError, KeyError, OSError, OverflowError, MemoryError,
             EOFError, zipfile.BadZipFile, zlib.error) as error:  # fmt: skip
-        kind = "a sparse matrix saved by scipy.sparse.save_npz" if saved else "a symmetric matrix"
+        kind = _CONTENTS.get(file.suffix, "a symmetric matrix")
         raise ValueError(f"{str(file)!r} must contain {kind}: {error}") from error

@@ -130,6 +130,10 @@ class CompressedRows:
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``(n,)``."""
+        if self.device.type == "cpu" and self.values is not None:  # 25 times as fast
+            parts = (self.values.numpy(), self.columns.numpy(), self.pointers.numpy())
+            square = (self.num_rows, self.num_rows)
+            return torch.from_numpy(scipy.sparse.csr_array(parts, shape=square).diagonal())
         diagonal = torch.zeros(self.num_rows, dtype=self.dtype, device=self.device)
         numbers, counts = torch.arange(self.num_rows, device=self.device), self.pointers.diff()
         for rows, part in self._chunks():

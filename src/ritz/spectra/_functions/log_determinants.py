@@ -19,15 +19,15 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
 from ritz.operators import (
     DenseOperator,
-    KernelOperator,
     LinearOperator,
     OperatorLike,
     SparseOperator,
     as_operator,
     exact,
 )
-from ritz.spectra._functions.quadrature import Budget, Known, Sampler
-from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_size
+from ritz.spectra._functions.block_krylov import Deflation, block_krylov, krylov_size
+from ritz.spectra._functions.floors import certain_floor, likely_floor
+from ritz.spectra._functions.quadrature import Budget, Known, Sampler, is_sparse
 from ritz.spectra._functions.trace_functions import (
     by_chebyshev,
     by_maxent,
@@ -62,8 +62,12 @@ class Tuning:
     # With at most this many rows each run would span the whole space, so it is treated exactly.
     few: int = 10
     # `auto` spends one in this many products on a pilot, and continues with quadrature if the pilot
-    # predicts that it reaches the tolerance.
+    # predicts that it reaches the tolerance. A sparse matrix has no better method to save them for.
     pilot: int = 6
+    sparse_pilot: int = 3
+    # `auto` spends at most one in this many products on the search for a lower bound. A product
+    # with a single vector costs up to three times a column of a block.
+    search: int = 3
 
 
 TUNING = Tuning()
@@ -96,19 +100,25 @@ def logdet(
     Gauss-Radau rule. The estimate is a combination of both, and ``truncation`` is the larger of its
     distances to the two rules. Without a floor, ``truncation`` is an estimate as in
     :func:`ritz.trace_function`; it is infinite if the smallest Ritz value and its residual do not
-    exclude zero. The number of steps is increased until the truncation error is small, and the
-    remaining products are used for more probes. If the exact trace is known, it is used as a
-    control variate. ``krylov`` uses 60 % of the products for a block Krylov space, split off
-    exactly by :math:`\det A = \det T \det S`, and the rest for quadrature of the Schur complement
-    :math:`S`. With as many products as rows it is exact. ``chebyshev`` and ``maxent`` (up to 60
-    moments) get two moments per product. They are far less accurate if the condition number is
-    large.
+    exclude zero. So a floor is looked for if none is passed, and any positive one is good, since
+    its logarithm counts. The entries give a certain one for diagonally dominant matrices (by
+    Gershgorin's discs, by a scaling of rows and columns, or if only some rows are strictly
+    dominant), and the structure for kernels with noise, shifted Laplacians, and sums and products
+    of such operators. Otherwise ``auto`` excludes eigenvalues near zero with probability 0.999 by
+    Lanczos steps from a random vector, which takes up to a third of the products. The ``method`` of
+    the result names the floor. The number of steps is increased until the truncation error is
+    small, and the remaining products are used for more probes. If the exact trace is known, it is
+    used as a control variate. ``krylov`` uses 60 % of the products for a block Krylov space, split
+    off exactly by :math:`\det A = \det T \det S`, and the rest for quadrature of the Schur
+    complement :math:`S`. With as many products as rows it is exact. ``chebyshev`` and ``maxent``
+    (up to 60 moments) get two moments per product. They are far less accurate if the condition
+    number is large.
 
     ``auto`` is ``cholesky`` for a dense matrix that fits and for a sparse one of up to 20,000 rows;
-    otherwise ``lanczos`` if a few probes show that it reaches ``rtol``; otherwise ``cholesky`` for
-    a sparse matrix of small bandwidth; otherwise ``krylov`` with the products that are left. The
-    ``method`` of the result says which one was used, and why. A matrix of up to ten rows, or of no
-    more than ``num_probes``, is always treated exactly.
+    otherwise ``lanczos`` if it finds a floor, and a few probes show that it reaches ``rtol``;
+    otherwise ``cholesky`` for a sparse matrix of small bandwidth; otherwise ``krylov`` with the
+    products that are left. The ``method`` of the result says which one was used, and why. A matrix
+    of up to ten rows, or of no more than ``num_probes``, is always treated exactly.
 
     Memory: ``lanczos`` stores as many vectors as steps for each probe of a block. If that exceeds
     256 MiB, it stores 6 vectors per probe, does not re-orthogonalise and needs more steps.
@@ -128,7 +138,7 @@ def logdet(
         num_probes: Number of probes, at most ``num_products / 2``. Defaults to 32 for ``chebyshev``
             and ``maxent``; otherwise it is chosen from the error bars.
         floor: Positive lower bound of the eigenvalues, such as the noise variance of a Gaussian
-            process. Defaults to the noise for a kernel operator.
+            process. By default one is looked for; see above.
         rtol: Stop when the 95 % interval is within this fraction of the value. The status says
             whether it is. Defaults to 1e-3 for ``auto``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
@@ -155,9 +165,6 @@ def logdet(
     if floor is not None and not (math.isfinite(floor) and floor > 0):
         raise ValueError(f"floor must be positive, got {floor}")
     generator = resolve_generator(generator)
-    # K = k(X, X) + noise I >= noise I
-    if floor is None and isinstance(op, KernelOperator) and op.noise > 0:
-        floor = float(op.noise)
     if method == "auto":
         rtol = TUNING.rtol if rtol is None else rtol
         method = "cholesky" if is_small(op) else "auto"
@@ -165,7 +172,14 @@ def logdet(
     if method != "cholesky" and op.shape[0] <= (num_probes or TUNING.few):
         method = "krylov"
     budget = Budget(num_products, num_probes, num_probes or 0, floor, rtol, generator, progress)
+    spent = 0
+    if floor is None and method != "cholesky":
+        # A Krylov space that becomes the whole space needs no floor.
+        most = num_products // TUNING.search if op.shape[0] > num_products else 0
+        known = certain_floor(op, most)
+        budget, spent = budget.above(known), known.num_products
     estimate = with_seed_and_status(_METHODS[method](op, budget), budget)
+    estimate = replace(estimate, num_products=estimate.num_products + spent)
     return attach_gradient(estimate, op, generator=generator)
 
 
@@ -178,18 +192,27 @@ def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
     if budget.num_probes is not None or op.shape[0] <= budget.num_products:
         return _by_krylov(op, budget)
     with tracking(budget.progress, "log determinant", budget.num_products) as bar:
-        sampler = _whole(op, budget, bar, "Lanczos quadrature, which reaches rtol: ")
-        pilot, spent = sampler.pilot(budget.num_products // TUNING.pilot, budget.num_products)
-        first, num_steps = sampler.scaled(pilot, spent, final=False), pilot.matrices.shape[1]
-        looks = sampler.looks(budget.num_products, pilot, spent)
-        wanted = (budget.rtol or 0.0) * float(first)
-        # With all probes the standard error is stderr sqrt(probes / most); 95 % is two of them.
-        sampling = 2 * float(first.stderr) * math.sqrt(len(pilot.matrices) / looks[-1])
-        if is_below(float(first.truncation) + sampling, abs(wanted)):
-            return sampler.extended([pilot], num_steps, looks, spent)
-    rest = replace(budget, num_products=budget.num_products - spent)
-    estimate = logdet_by_factor(op) if is_narrow(op) else _by_krylov(op, rest)
-    why = f"Lanczos quadrature would not reach rtol, by {num_steps} steps"
+        spent, why = 0, ""
+        if budget.floor is None:
+            most = budget.num_products // TUNING.search
+            floor = likely_floor(op, max_products=most, generator=budget.generator, bar=bar)
+            budget, spent = budget.above(floor), floor.num_products
+            why = f"{spent} Lanczos steps do not exclude eigenvalues near zero"
+        if budget.floor is not None:
+            sampler = _whole(op, budget, bar, "Lanczos quadrature, which reaches rtol: ", spent)
+            left = budget.num_products
+            share = TUNING.sparse_pilot if is_sparse(op) else TUNING.pilot
+            pilot, used = sampler.pilot(left // share, left)
+            first, num_steps = sampler.scaled(pilot, used, final=False), pilot.matrices.shape[1]
+            looks = sampler.looks(left, pilot, used)
+            wanted = (budget.rtol or 0.0) * float(first)
+            # With all probes the standard error is stderr sqrt(probes / most); 95 % is two of them.
+            sampling = 2 * float(first.stderr) * math.sqrt(len(pilot.matrices) / looks[-1])
+            if is_below(float(first.truncation) + sampling, abs(wanted)):
+                return sampler.extended([pilot], num_steps, looks, used)
+            why = f"Lanczos quadrature would not reach rtol, by {num_steps} steps"
+            budget, spent = replace(budget, num_products=left - used), spent + used
+    estimate = logdet_by_factor(op) if is_narrow(op) else _by_krylov(op, budget)
     spent += estimate.num_products
     return replace(estimate, method=f"{estimate.method} ({why})", num_products=spent)
 
@@ -230,7 +253,9 @@ def _by_lanczos(op: LinearOperator, budget: Budget) -> Estimate:
         return sampler.estimate(budget.num_products, budget.num_probes)
 
 
-def _whole(op: LinearOperator, budget: Budget, bar: Progress, label: str) -> Sampler:
+def _whole(
+    op: LinearOperator, budget: Budget, bar: Progress, label: str, spent: int = 0
+) -> Sampler:
     """Return the sampler of tr log A by probes in the whole space."""
     n = op.shape[0]
     return Sampler(
@@ -241,6 +266,7 @@ def _whole(op: LinearOperator, budget: Budget, bar: Progress, label: str) -> Sam
         dimension=n,
         bar=bar,
         label=label,
+        spent=spent,
         known=lambda: _known(op, 0.0, n),
     )
 

@@ -13,7 +13,7 @@ from ritz._core.checks import check_range, is_below
 from ritz._core.progress import Progress
 from ritz._core.results import Estimate, power_of_two, stderr
 from ritz._core.sampling import ROUNDOFF, doubling, doubt_equal_samples, is_settled
-from ritz.operators import LinearOperator
+from ritz.operators import LaplacianOperator, LinearOperator, SparseOperator
 from ritz.spectra._lanczos import Recurrence, Reorthogonalization, advance, start_runs, step
 from ritz.spectra._positive_definite import not_positive
 
@@ -45,15 +45,19 @@ class Tuning:
     shift: float = 1.0
     # Number of probes of the pilot, whose runs grow until truncation no longer matters. The budget
     # must suffice for at least `fewest` runs of that length; benchmarks/determinants.py, "sparse".
+    # A sparse product with twice as many vectors takes hardly longer.
     pilot: int = 4
+    sparse_pilot: int = 8
     fewest: int = 5
     # Smallest number of probes at which the error is compared with the tolerance. With fewer,
     # samples that agree by chance stop the run too often: 95 % intervals contain the exact value in
     # 0.93 of the runs with 4, and in 0.95 with 8.
     first_look: int = 8
     # Number of bytes of Lanczos bases above which reading them costs more than the additional steps
-    # of runs without re-orthogonalisation; benchmarks/determinants.py, a million rows.
+    # of runs without re-orthogonalisation; benchmarks/determinants.py, a million rows. A product
+    # with a sparse matrix costs less than reading a basis of ten vectors.
     basis: int = 2**28
+    sparse_basis: int = 2**22
     # The exact trace is used as a control variate only if there are this many samples, if its
     # roundoff is below this fraction of their standard error, and if it leaves at most this
     # fraction of their standard deviation: a smaller gain is not worth the degree of freedom.
@@ -240,6 +244,7 @@ def brackets(
     floor: float | None = None,
     bounds: bool = False,
     first: int = 1,
+    likely: bool = False,
 ) -> Brackets:
     r"""Return the quadratic forms of the start vectors of Krylov spaces, with their errors.
 
@@ -254,6 +259,7 @@ def brackets(
         floor: A number below the spectrum, if one is known.
         bounds: Whether the function is one of :data:`ALTERNATING`.
         first: Number of leading vectors of each basis whose forms are summed.
+        likely: Whether the floor is only likely, and is dropped if a Ritz value is below it.
     """
     low = -math.inf if floor is None else floor
 
@@ -266,6 +272,8 @@ def brackets(
     used = weights > 0
     nodes = torch.where(used, values, values[used][0])
     if float(nodes.min()) < low - TUNING.below_floor * spaces.unit:
+        if likely:
+            return brackets(spaces, function, first=first)
         finite_function(function)(nodes)  # a logarithm names a value that is not positive
         raise floor_error(low, float(nodes.min()))
     gauss = (weights * evaluate(nodes)).sum(1)
@@ -462,6 +470,8 @@ class Budget:
         rtol: Relative error at which to stop, if any.
         generator: Source of the probes.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
+        source: How the floor is known, unless the caller passed it.
+        likely: Whether the floor holds with high probability only.
     """
 
     num_products: int
@@ -471,6 +481,34 @@ class Budget:
     rtol: float | None
     generator: torch.Generator
     progress: bool | Progress
+    source: str = ""
+    likely: bool = False
+
+    def above(self, floor: "Floor") -> "Budget":
+        """Return what is left after the search for a floor, with the floor if there is one."""
+        left = replace(self, num_products=self.num_products - floor.num_products)
+        if floor.value is None:
+            return left
+        return replace(left, floor=floor.value, source=str(floor), likely=not floor.certain)
+
+
+class Floor(NamedTuple):
+    """A positive lower bound of the eigenvalues, or ``None``, and what is known about it.
+
+    Attributes:
+        value: The bound.
+        note: How it is known.
+        certain: Whether it holds with certainty.
+        num_products: Number of products that it took.
+    """
+
+    value: float | None
+    note: str = ""
+    certain: bool = True
+    num_products: int = 0
+
+    def __str__(self) -> str:
+        return "" if self.value is None else f", eigenvalues above {self.value:.2g} by {self.note}"
 
 
 class Known(NamedTuple):
@@ -478,6 +516,11 @@ class Known(NamedTuple):
 
     mean: float
     noise: float
+
+
+def is_sparse(op: LinearOperator) -> bool:
+    """Return whether a product costs hardly more than reading its vectors."""
+    return isinstance(op, SparseOperator | LaplacianOperator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -565,7 +608,8 @@ class Sampler:
             truncation=self.dimension * forms.truncation + self.error,
             num_products=self.spent + used,
             method=f"{self.label}{len(samples)} probes x {spaces.matrices.shape[1]} steps"
-            + ", with the exact trace as control variate" * control,
+            + ", with the exact trace as control variate" * control
+            + self.budget.source,
             seed=self.budget.generator.initial_seed(),
         )
         if control:  # the slope took a degree of freedom
@@ -582,7 +626,8 @@ class Sampler:
         The runs grow until the truncation error is below half of the target, or below half of the
         standard error that ``later`` products will leave.
         """
-        count = max(2, min(TUNING.pilot, num_products // 2))
+        width = TUNING.sparse_pilot if is_sparse(self.op) else TUNING.pilot
+        count = max(2, min(width, num_products // 2))
         most = max(1, min(num_products // max(count, TUNING.fewest), self.dimension))
         runs, size = self._runs(count, most), TUNING.fewest_steps - 1
         while True:
@@ -600,7 +645,13 @@ class Sampler:
 
     def _brackets(self, spaces: Projections) -> Brackets:
         bounds = self.function in ALTERNATING
-        return brackets(spaces, self.function, floor=self.budget.floor, bounds=bounds)
+        floor, likely = self.budget.floor, self.budget.likely
+        known = brackets(spaces, self.function, floor=floor, bounds=bounds, likely=likely)
+        if not self.budget.source or self.function is torch.log:
+            return known
+        # Powers are large at a floor that is far below the spectrum, and then the bounds are wide.
+        plain = brackets(spaces, self.function)
+        return plain if is_below(float(plain.gap.mean()), float(known.gap.mean())) else known
 
     def _controlled(self, spaces: Projections, mixed: Tensor) -> tuple[Tensor, bool]:
         """Return the forms ``(d,)``, with the trace as control variate if that helps."""
@@ -622,7 +673,9 @@ class Sampler:
         starts, mode = self.draw(count), self.mode
         if num_steps == self.dimension:
             mode = "full"  # so that the remainder of the last step is roundoff
-        elif starts.numel() * (num_steps + 1) * starts.element_size() > TUNING.basis:
+        elif starts.numel() * (num_steps + 1) * starts.element_size() > (
+            TUNING.sparse_basis if is_sparse(self.op) else TUNING.basis
+        ):
             mode = "none"  # quadrature stays accurate but needs more steps (Greenbaum 1989)
         return start_runs(
             starts.T.unbind(), capacity=num_steps + 1, mode=mode, magnitude=self.magnitude

@@ -13,8 +13,11 @@ from ritz._core.random import Probe, draw_probes, resolve_generator
 from ritz._core.results import Estimate, stderr
 from ritz._core.sampling import Sampling, check_samples, doubling, is_settled
 from ritz.operators import LinearOperator, OperatorLike, as_operator
+from ritz.spectra._functions.block_krylov import by_krylov
+from ritz.spectra._functions.floors import certain_floor
 from ritz.spectra._functions.quadrature import (
     ADVICE,
+    ALTERNATING,
     Budget,
     Function,
     Sampler,
@@ -24,7 +27,6 @@ from ritz.spectra._functions.quadrature import (
     floor_error,
     roundoff_error,
 )
-from ritz.spectra._functions.splitting import by_krylov
 from ritz.spectra._lanczos import Bounds, Reorthogonalization, bounds
 from ritz.spectra._maxent import EntropicDensity, Grid, in_interval, maxent
 from ritz.spectra._moments import Moments, moment_roundoff, moments
@@ -81,11 +83,12 @@ def trace_function(
 
     ``truncation`` is the error of the quadrature. With a ``floor`` it is a bound for ``torch.log``,
     ``torch.reciprocal``, ``torch.sqrt`` and ``torch.rsqrt``: Gauss and Gauss-Radau rules bracket
-    the quadratic form. For other functions, and without a floor, it is an estimate: twice the
-    largest change by a node at either end of the spectrum or by the last eighth of the steps, or
-    the error by jumps, kinks and peaks of the function between the nodes, if that is larger. It is
-    infinite, and the outcome ``uncertain``, if there are fewer than four steps or if the spectrum
-    may reach a pole of the function, such as zero for the logarithm.
+    the quadratic form. For these a floor is taken from the entries of a sparse or dense matrix if
+    they give one (see :func:`ritz.logdet`). For other functions, and without a floor, it is an
+    estimate: twice the largest change by a node at either end of the spectrum or by the last eighth
+    of the steps, or the error by jumps, kinks and peaks of the function between the nodes, if that
+    is larger. It is infinite, and the outcome ``uncertain``, if there are fewer than four steps or
+    if the spectrum may reach a pole of the function, such as zero for the logarithm.
 
     The other methods use ``num_steps * num_probes`` products in all. ``krylov`` uses 60 % of them
     to build a block Krylov space, stores as many vectors, and computes the trace on this space from
@@ -131,6 +134,8 @@ def trace_function(
     Sampling(num_probes, rtol, max_probes, block_size, probe)  # checks the arguments
     limit = num_probes if rtol is None else max_probes
     budget = Budget(num_steps * num_probes, num_probes, limit, floor, rtol, generator, progress)
+    if floor is None and function in ALTERNATING and method != "eigenvalues":
+        budget = budget.above(certain_floor(op))
     # A whole basis costs no more than as many random probes, and is exact.
     affordable = n <= (min(budget.num_products, TUNING.dense) if method == "auto" else num_probes)
     if affordable or method == "auto":
@@ -157,8 +162,7 @@ def unit_probes(op: LinearOperator, count: int, kind: Probe, generator: torch.Ge
     # With few rows the random signs of several probes coincide, and their spread is zero.
     kind = "gaussian" if op.shape[0] < TUNING.few else kind
     drawn = draw_probes(op, count, kind=kind, generator=generator)
-    unit: Tensor = drawn / drawn.norm(dim=0)
-    return unit
+    return drawn.div_(drawn.norm(dim=0))
 
 
 def with_seed_and_status(estimate: Estimate, budget: Budget) -> Estimate:
@@ -271,7 +275,7 @@ def _by_moments(
     ends = bounds(op, max_steps=steps, generator=budget.generator)
     left = num_products - ends.num_products
     first = budget.num_probes or max(2, min(TUNING.probes, left))
-    interval = _interval(ends, budget.floor, function, torch.finfo(op.dtype).eps)
+    interval = _interval(ends, budget, function, torch.finfo(op.dtype).eps)
     drawn, spent = torch.empty(0, dtype=torch.float64), ends.num_products
     for goal in doubling(first, max(first, budget.max_probes)):
         measured = moments(
@@ -293,11 +297,9 @@ def _by_moments(
     return estimate
 
 
-def _interval(
-    ends: Bounds, floor: float | None, function: Function, eps: float
-) -> tuple[float, float]:
+def _interval(ends: Bounds, budget: Budget, function: Function, eps: float) -> tuple[float, float]:
     """Return the interval on which to expand the function, from the floor if there is one."""
-    smallest, largest = ends.ritz or tuple(ends)
+    floor, (smallest, largest) = budget.floor, ends.ritz or tuple(ends)
     # Ritz values lie within the spectrum, so the function must be finite there.
     function(torch.tensor([smallest, largest], dtype=torch.float64))
     size = max(abs(smallest), abs(largest))
@@ -305,7 +307,9 @@ def _interval(
         raise floor_error(floor, smallest)
     # The spectrum of a multiple of the identity is a point: give it an interval.
     margin = 0.01 * (size or 1.0) if ends.high - ends.low <= eps**0.5 * size else 0.0
-    low = ends.low - margin if floor is None else floor
+    low = ends.low - margin
+    if floor is not None:  # one from the entries may be far below the spectrum
+        low = max(low, floor) if budget.source else floor
     try:
         function(torch.tensor([low], dtype=torch.float64))
     except ValueError as error:

@@ -48,12 +48,11 @@ class Tuning:
     # Products are scaled if their magnitude is outside of (largest number)^(-0.3) to
     # (largest number)^0.3. Inside, the squares of their entries and of their roundoff are in range.
     ordinary: float = 0.3
-    # Runs of up to this many rows advance by batched operations, which take half the time at 500
-    # rows. For more rows, vectors leave the cache between two operations: the time is 1.15 times
-    # that of single runs for "full" at 4,000 rows (8 probes, 30 steps), and 1.0 for "none" at
-    # 16,000.
-    together_full: int = 2000
-    together_none: int = 8000
+    # Runs with a full basis of up to this many rows, and on other devices runs without a basis,
+    # advance by batched operations, which take half the time at 500 rows. For more rows, vectors
+    # leave the cache between two operations: the time of "full" is 1.15 times that of single runs
+    # at 4,000 rows (8 probes, 30 steps).
+    together: int = 2000
     # Number of rows added to a basis that is full, if the number of steps is not known beforehand.
     growth: int = 64
     # Entries of the basis that are combined at a time: 8 MiB of float64, the size of a cache.

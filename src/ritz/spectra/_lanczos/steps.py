@@ -9,6 +9,7 @@ from ritz._core.checks import is_below
 from ritz._core.progress import Progress
 from ritz._core.random import draw_probes, resolve_generator
 from ritz._core.results import AsymmetryError
+from ritz._core.sampling import column_dots
 from ritz.operators import LinearOperator
 from ritz.spectra._lanczos.recurrence import (
     TUNING,
@@ -27,18 +28,24 @@ def start_runs(
     """Return runs from start vectors, each ``(n,)``, whose bases lie in one tensor.
 
     :func:`step` then advances all runs by batched operations. Otherwise runs with a few thousand
-    rows spend most of their time on the overhead of calls. For longer vectors each run has a
-    tensor.
+    rows spend most of their time on the overhead of calls, and longer ones on copies of vectors to
+    and from the columns of a block. Long bases have a tensor each.
     """
-    like, shape = starts[0], (len(starts), 2 if mode == "none" else capacity, len(starts[0]))
+    like, n = starts[0], len(starts[0])
+    shared: Tensor | None = None
+    rows: Sequence[Tensor | None] = [None] * len(starts)
+    if mode == "none" and len(starts) > 1 and (like.device.type == "cpu" or n <= TUNING.together):
+        # The newest vectors of all runs are a block, which a product reads as it is: (n, k) for the
+        # last two vectors, and for the next one.
+        shared = like.new_empty(3, n, len(starts))
+        rows = [shared[:2, :, index] for index in range(len(starts))]
+    elif mode == "full" and n <= TUNING.together:
+        shared = like.new_empty(len(starts), capacity, n)
+        rows = list(shared)
     # "partial" decides for each vector what to subtract.
-    limit = {"partial": 0, "full": TUNING.together_full, "none": TUNING.together_none}[mode]
-    alone = len(like) > limit
-    shared = None if alone else like.new_empty(shape)
     runs = []
-    for index, start in enumerate(starts):
-        rows = None if shared is None else shared[index]
-        run = Recurrence(start, capacity=capacity, mode=mode, magnitude=magnitude, rows=rows)
+    for start, part in zip(starts, rows, strict=True):
+        run = Recurrence(start, capacity=capacity, mode=mode, magnitude=magnitude, rows=part)
         run.shared = shared
         runs.append(run)
     return runs
@@ -79,8 +86,10 @@ def step(op: LinearOperator, runs: Sequence[Recurrence], *, last: bool = False) 
     """Advance runs by one step, with one product of a block of their vectors."""
     shared = _shared(runs)
     products = op.matmat(_block(op, runs, shared))
-    if shared is not None and _absorb_together(runs, products, last=last):
-        return
+    if shared is not None:
+        absorb = _absorb_block if runs[0].mode == "none" else _absorb_bases
+        if absorb(runs, products, last=last):
+            return
     for run, product in zip(runs, products.T, strict=True):
         try:
             run.absorb(product.contiguous(), last=last)
@@ -92,7 +101,8 @@ def step(op: LinearOperator, runs: Sequence[Recurrence], *, last: bool = False) 
 def _block(op: LinearOperator, runs: Sequence[Recurrence], shared: Tensor | None) -> Tensor:
     """Return the newest vectors of runs, ``(n, k)``."""
     if shared is not None:
-        return shared[:, runs[0].newest].T.contiguous()
+        newest = runs[0].newest
+        return shared[newest] if runs[0].mode == "none" else shared[:, newest].T.contiguous()
     vectors = [run.vector() for run in runs]
     if len(runs) == 1:
         return vectors[0][:, None]
@@ -103,61 +113,109 @@ def _block(op: LinearOperator, runs: Sequence[Recurrence], shared: Tensor | None
 
 
 def _shared(runs: Sequence[Recurrence]) -> Tensor | None:
-    """Return the bases of all runs, ``(k, capacity, n)``, if they are one tensor and in step."""
+    """Return the tensor of the bases of all runs, if there is one and they are in step."""
     first, shared = runs[0], runs[0].shared
-    if shared is None or len(runs) != len(shared) or first.newest >= shared.shape[1]:
+    if shared is None:
+        return None
+    # (3, n, k) or (k, capacity, n); see start_runs.
+    count, capacity = (shared.shape[2], 2) if first.mode == "none" else shared.shape[:2]
+    if len(runs) != count or first.newest >= capacity:
         return None
     # A run that took a step alone may have another basis, and continues alone.
     alike = all(run.shared is shared and run.newest == first.newest for run in runs)
     return shared if alike else None
 
 
-def _absorb_together(runs: Sequence[Recurrence], products: Tensor, *, last: bool) -> bool:
-    """Do :meth:`Recurrence.absorb` for all runs at once; return whether that was possible.
+def _absorb_block(runs: Sequence[Recurrence], products: Tensor, *, last: bool) -> bool:
+    """Do :meth:`Recurrence.absorb` for all runs without a basis; return whether it was possible.
 
-    The operations on the products ``(n, k)`` are the same, in the same order. In a first step, near
-    a breakdown, and if a check fails, nothing is changed and each run must take its step alone.
+    The operations on the products ``(n, k)`` are the same, in the same order. Near a breakdown, if
+    products must be scaled, and if a check fails, the runs are not changed, and each must take its
+    step alone.
+    """
+    first, shared = runs[0], runs[0].shared
+    if shared is None or any(run.unit != 1 for run in runs):
+        return False
+    older, newest, vectors = shared[1 - first.newest], shared[first.newest], shared[2]
+    previous = [run.betas[-1] if run.betas else 0.0 for run in runs]
+    before = torch.tensor(previous, dtype=torch.float64)
+    scale = torch.tensor([max(run.scale, run.magnitude) for run in runs], dtype=torch.float64)
+    if not first.alphas:
+        vectors.copy_(products)
+    else:
+        if first.size < TUNING.checked_steps:
+            overlap = column_dots(older, products).cpu()
+            allowed = TUNING.asymmetry * first.eps**0.5 * scale
+            if not is_below((overlap - before).abs(), allowed):
+                return False
+        torch.addcmul(products, older, before.to(products), value=-1, out=vectors)
+    alpha = column_dots(newest, vectors)
+    vectors.addcmul_(newest, alpha.to(products), value=-1)
+    alpha, beta = alpha.cpu(), column_dots(vectors, vectors).sqrt().cpu()
+    if not _regular(runs, alpha, before, beta):
+        return False
+    if not last:
+        torch.div(vectors, beta.to(vectors), out=older)
+    _record(runs, alpha, before, beta, following=None if last else 1 - first.newest)
+    return True
+
+
+def _absorb_bases(runs: Sequence[Recurrence], products: Tensor, *, last: bool) -> bool:
+    """Do :meth:`Recurrence.absorb` for all runs with a full basis, as :func:`_absorb_block` does.
+
+    A first step is not possible.
     """
     first, shared = runs[0], runs[0].shared
     if shared is None or not first.alphas or any(run.unit != 1 for run in runs):
         return False
-    size, full, width = first.size, first.mode == "full", first.basis.width
-    older, newest = (first.newest - 1) % shared.shape[1], first.newest
-    following = newest + 1 if full else older
-    if following >= shared.shape[1] and not last:
+    size, width, newest = first.size, first.basis.width, first.newest
+    if newest + 1 >= shared.shape[1] and not last:
         return False
     vectors = products.T.clone(memory_format=torch.contiguous_format)
     before = torch.tensor([run.betas[-1] for run in runs], dtype=torch.float64)
-    scale = torch.tensor([max(run.scale, run.magnitude) for run in runs], dtype=torch.float64)
-    allowed = TUNING.asymmetry * first.eps**0.5 * scale
-    if not full and size < TUNING.checked_steps:
-        overlap = _dots(shared[:, older, None], vectors, width)[:, 0]
-        if not is_below((overlap - before).abs(), allowed):
-            return False
-    _subtract(vectors, before[:, None], shared[:, older, None])
+    _subtract(vectors, before[:, None], shared[:, newest - 1, None])
     alpha = _dots(shared[:, newest, None], vectors, width)
     _subtract(vectors, alpha, shared[:, newest, None])
-    alpha = alpha[:, 0]
-    if full:
-        overlap = _dots(shared[:, : size + 1], vectors, width, precise=False)
-        if not is_below(overlap[:, :-1].norm(dim=1), allowed):
-            return False
-        _subtract(vectors, overlap, shared[:, : size + 1])
-        alpha = alpha + overlap[:, -1]
+    overlap = _dots(shared[:, : size + 1], vectors, width, precise=False)
+    scale = torch.tensor([max(run.scale, run.magnitude) for run in runs], dtype=torch.float64)
+    if not is_below(overlap[:, :-1].norm(dim=1), TUNING.asymmetry * first.eps**0.5 * scale):
+        return False
+    _subtract(vectors, overlap, shared[:, : size + 1])
+    alpha = alpha[:, 0] + overlap[:, -1]
     beta = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).cpu()
-    scale = scale.maximum(alpha.abs() + before + beta)
-    regular = is_below(TUNING.breakdown * first.eps * scale, beta) and bool(scale.isfinite().all())
-    if not regular or (full and not is_below(overlap.norm(dim=1), beta)):
+    if not (_regular(runs, alpha, before, beta) and is_below(overlap.norm(dim=1), beta)):
         return False
     if not last:
-        torch.div(vectors, beta.to(vectors)[:, None], out=shared[:, following])
+        torch.div(vectors, beta.to(vectors)[:, None], out=shared[:, newest + 1])
+    _record(runs, alpha, before, beta, following=None if last else newest + 1)
+    return True
+
+
+def _regular(runs: Sequence[Recurrence], alpha: Tensor, before: Tensor, beta: Tensor) -> bool:
+    """Return whether no run breaks down, overflows, or has products that must be scaled."""
+    first = runs[0]
+    sizes = alpha.abs() + before + beta
+    sizes_before = [max(run.scale, run.magnitude) for run in runs]
+    scale = torch.tensor(sizes_before, dtype=torch.float64).maximum(sizes)
+    if not first.alphas:
+        # Entries of a product are at most its norm, and the largest is the norm over the root of n.
+        limit = torch.finfo(first.basis.rows.dtype).max ** TUNING.ordinary
+        if not (is_below(sizes, limit) and is_below(2 * first.basis.n**0.5 / limit, sizes)):
+            return False
+    above = is_below(TUNING.breakdown * first.eps * scale, beta)
+    return above and bool(scale.isfinite().all())
+
+
+def _record(
+    runs: Sequence[Recurrence], alpha: Tensor, before: Tensor, beta: Tensor, following: int | None
+) -> None:
+    """Append the coefficients of a step; ``following`` is the index of the next vectors."""
     for run, a, b, c in zip(runs, alpha.tolist(), before.tolist(), beta.tolist(), strict=True):
         run.alphas.append(a)
         run.betas.append(c)
         run.scale, run._active = max(run.scale, abs(a) + b + c), None
-        if not last:
-            run.newest, run.basis.size = following, run.basis.size + full
-    return True
+        if following is not None:
+            run.newest, run.basis.size = following, max(run.basis.size, following + 1)
 
 
 def _dots(rows: Tensor, vectors: Tensor, width: int, *, precise: bool = True) -> Tensor:

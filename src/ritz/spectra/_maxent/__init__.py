@@ -2,6 +2,6 @@
 
 from ritz.spectra._maxent.dual import Grid, chebyshev, in_interval
 from ritz.spectra._maxent.entropic import EntropicDensity
-from ritz.spectra._maxent.solve import maxent
+from ritz.spectra._maxent.solver import maxent
 
 __all__ = ["EntropicDensity", "Grid", "chebyshev", "in_interval", "maxent"]
