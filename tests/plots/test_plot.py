@@ -127,7 +127,8 @@ RESULTS = {
     "degeneracies by epoch": (lambda: {1: degeneracy(), 2: degeneracy()}, (1, "epoch", "")),
     "degeneracies by name and epoch": (lambda: {"Hessian": {1: degeneracy()}}, (1, "epoch", "")),
     "landscape": (lambda: ritz.landscape(network(), {"largest": torch.ones(53)}, num_points=5),
-                  (2, "step $t$", "Ritz vector of the largest value\nbatch norm eval")),
+                  (2, "step $t$ along the direction",
+                   "Ritz vector of the largest value\nbatch norm eval")),
     "landscape in two dimensions": (
         lambda: measures.landscape2d(network(), torch.ones(53), torch.arange(53.0), num_points=5),
         (1, "step along first", "batch norm eval")),

@@ -12,6 +12,13 @@ from ritz.plots._plot import draw, plot, with_fields
 from ritz.plots._series import Array, check_drawn
 from ritz.plots._style import STYLE, Axes, Figure
 
+# Labels of the measures of similarity.
+MEASURES = {
+    "symmetric_kl": "symmetric KL divergence",
+    "jensen_shannon": "Jensen-Shannon divergence",
+    "wasserstein": "Wasserstein distance",
+    "heat": "distance of heat traces",
+}
 NEAREST = style.REFERENCE | {"color": STYLE.vermilion}
 
 
@@ -31,8 +38,7 @@ def similarity(
         raise ValueError(f"groups must have a sum of at most {len(names)}, got {groups}")
     side = 1.6 + 0.55 * len(names)
     ax = ax or style.panels(width=side + 0.6, height=side)[1][0]
-    measure = similarity.measure.replace("_", " ").replace("kl", "KL")
-    heat_map(ax, similarity.matrix.numpy(), names=names, label=measure)
+    heat_map(ax, similarity.matrix.numpy(), names=names, label=MEASURES[similarity.measure])
     for place in np.cumsum(groups):
         if place < len(names):
             ax.axhline(place - 0.5, color="white", linewidth=2)

@@ -94,7 +94,7 @@ def call_model(adapter: Adapter, batch: Any, state: Any) -> tuple[Any, Any, Any]
 
 
 def overwrite(state: Any, after: Any) -> None:
-    """Copy a state into the tensors of another; do nothing for ``None``."""
+    """Copy a state into the tensors of another; do nothing if there is no state."""
     if state is not None:
         for old, new in zip(tree_leaves(state), tree_leaves(after), strict=True):
             old.copy_(new.detach())
