@@ -5,7 +5,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias, Union, final
+from typing import Any, Union, final
 
 import numpy as np
 import scipy.io
@@ -13,6 +13,7 @@ import scipy.sparse
 import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
+from typing_extensions import TypeAliasType
 
 from ritz.operators._base import LinearOperator
 from ritz.operators._laplacian import is_networkx
@@ -78,15 +79,18 @@ class FunctionOperator(LinearOperator):
 # Matrices of other libraries.
 
 
-# Types in quotes are generic for type checkers alone.
-OperatorLike: TypeAlias = Union[
-    LinearOperator,
-    Tensor,
-    "np.ndarray[Any, Any]",
-    "scipy.sparse.sparray[Any, Any]",
-    "scipy.sparse.spmatrix[Any]",
-    "ScipyOperator[Any]",
-]
+# An alias that signatures show by its name. Types in quotes are generic for type checkers alone.
+OperatorLike = TypeAliasType(
+    "OperatorLike",
+    Union[
+        LinearOperator,
+        Tensor,
+        "np.ndarray[Any, Any]",
+        "scipy.sparse.sparray[Any, Any]",
+        "scipy.sparse.spmatrix[Any]",
+        "ScipyOperator[Any]",
+    ],
+)
 
 
 def as_operator(x: OperatorLike) -> LinearOperator:

@@ -14,6 +14,7 @@ import numpy as np
 import scipy.sparse
 import torch
 from torch import Tensor
+from typing_extensions import TypeAliasType
 
 from ritz._core.checks import check_finite, check_range, check_real_floating
 from ritz.operators._base import LinearOperator, check_symmetric
@@ -296,10 +297,10 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 # Symmetric sparse matrices.
 
 
-# Types in quotes are generic for type checkers alone.
-SparseLike: TypeAlias = Union[
-    Tensor, "scipy.sparse.sparray[Any, Any]", "scipy.sparse.spmatrix[Any]"
-]
+# An alias that signatures show by its name. Types in quotes are generic for type checkers alone.
+SparseLike = TypeAliasType(
+    "SparseLike", Union[Tensor, "scipy.sparse.sparray[Any, Any]", "scipy.sparse.spmatrix[Any]"]
+)
 
 
 @final
