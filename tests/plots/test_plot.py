@@ -147,7 +147,7 @@ RESULTS = {
             network(), ritz.eigenpairs(ritz.hessian(network()), largest=3)),
         (1, "rank of the eigenvalue", None)),
     "advice": (lambda: measures.advise(network(), batch_sizes=(4, 12)),
-               (2, "batch size $B$ (samples)", "Hessian")),
+               (2, "batch size $B$ (samples)", "Hessian of mini-batches")),
     "advice for Adam": (
         lambda: measures.advise(network(), batch_sizes=(4, 12), optimizer="adam", known=(4, 0.1)),
         (3, "batch size $B$ (samples)", None)),
@@ -168,7 +168,7 @@ RESULTS = {
             (1, "epoch", "")),
     "similarity": (lambda: graphs.similarity({"a": ring(), "b": ring()}, num_moments=8),
                    (2, "", "")),
-    "cluster count": (made_count, (1, r"$\lambda$", "gap 0.1 to 0.4")),
+    "cluster count": (made_count, (1, r"eigenvalue $\lambda$", "gap 0.1 to 0.4")),
     "fit": (made_fit, (2, "p", "Erdős-Rényi")),
     "model of a fit": (lambda: made_fit().fits[0], (1, "p", "Erdős-Rényi")),
 }  # fmt: skip

@@ -102,7 +102,7 @@ def _(result: ClusterCount, ax: "Axes") -> None:
     title = f"gap {low:.3g} to {high:.3g}" if np.isfinite(low + high) else ""
     if result.count is None:
         title = result.reason.partition(":")[0]
-    style.finish(ax, r"$\lambda$", r"number of eigenvalues below $\lambda$", title)
+    style.finish(ax, r"eigenvalue $\lambda$", r"number of eigenvalues below $\lambda$", title)
 
 
 # ------------------------------------------------------------------------------------------
@@ -112,6 +112,13 @@ MODELS = {
     "erdos_renyi": "Erdős-Rényi",
     "barabasi_albert": "Barabási-Albert",
     "watts_strogatz": "Watts-Strogatz",
+}
+# Labels of the parameter that is searched, for models whose argument is not a label by itself.
+PARAMETERS = {
+    "erdos_renyi": "probability of an edge $p$",
+    "barabasi_albert": "edges of a new vertex",
+    "stochastic_block_model": "share of edges between blocks",
+    "watts_strogatz": "probability of rewiring $p$",
 }
 
 
@@ -126,9 +133,10 @@ def _(model: Any, ax: "Axes") -> None:
     name = next(iter(model.interval), next(iter(model.parameters), ""))
     if len(x) > 1:
         ax.axvline(model.parameters[name], linestyle="--", label="nearest", **NEAREST)
+        ax.locator_params(axis="x", nbins=5)
     else:
         ax.set_xticks([])
-    ax.set(xlabel=name.replace("_", " "), ylabel="divergence")
+    ax.set(xlabel=PARAMETERS.get(model.model, name.replace("_", " ")), ylabel="divergence")
     style.log_scale(ax, y, [model.typical])
     style.set_title(ax, MODELS.get(model.model, model.model.replace("_", " ")))
 

@@ -43,7 +43,7 @@ def _(result: Any) -> "Figure":
         if label.startswith("fraction"):
             ax.set_xlim(-0.05, 1.05)
             ax.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-    figure.supxlabel(f"± {STYLE.sigmas:g} stderr", fontsize="small")
+    figure.supxlabel(f"bars: ± {STYLE.sigmas:g} standard errors", fontsize="small")
     figure.suptitle(getattr(result, "model", ""), x=0.01, ha="left", fontsize="medium")
     return figure
 

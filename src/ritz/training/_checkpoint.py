@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ritz._core import storage
-from ritz._core.distributed import all_max, rank, world_size
+from ritz._core.distributed import all_max, gather_by_process, rank, world_size
 from ritz._core.params import parameters
-from ritz.training._recurrent import gathered
 
 try:
     import fcntl
@@ -354,7 +353,7 @@ class Generators:
         for number, loader in enumerate(self.loaders):
             states[f"{LOADER}{number}"] = loader.get_state()
         # NCCL gathers tensors on the GPU only.
-        return {name: gathered(state.to(self.device)) for name, state in states.items()}
+        return {name: gather_by_process(state.to(self.device)) for name, state in states.items()}
 
     def restore(self, states: dict[str, Tensor]) -> None:
         """Restore the states that :meth:`states` returned."""

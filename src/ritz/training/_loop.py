@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ritz._core.batches import num_rows
-from ritz._core.distributed import all_max, rank, world_size
+from ritz._core.distributed import all_max, gather_by_process, rank, world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.training_config import TrainingConfig, check_same
 from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, known_loss
@@ -46,7 +46,7 @@ from ritz.training._optimizers import (
     make_schedule,
     nested,
 )
-from ritz.training._recurrent import carried_state, gathered, make_penalty
+from ritz.training._recurrent import carried_state, make_penalty
 from ritz.training._result import TrainingStatus, diverged
 from ritz.training._step import (
     Piece,
@@ -611,7 +611,7 @@ class Run:
             patience=None if self._auto is None else self._auto.state_dict(),
             # All processes take part in these three.
             generators=self._generators.states(),
-            totals=gathered(self._step.totals.sums),
+            totals=gather_by_process(self._step.totals.sums),
             carried={} if self._carried is None else self._carried.rows(),
             monitors={
                 str(number): monitor.state_dict()
