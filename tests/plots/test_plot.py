@@ -169,8 +169,8 @@ RESULTS = {
     "similarity": (lambda: graphs.similarity({"a": ring(), "b": ring()}, num_moments=8),
                    (2, "", "")),
     "cluster count": (made_count, (1, r"eigenvalue $\lambda$", "gap 0.1 to 0.4")),
-    "fit": (made_fit, (2, "p", "Erdős-Rényi")),
-    "model of a fit": (lambda: made_fit().fits[0], (1, "p", "Erdős-Rényi")),
+    "fit": (made_fit, (2, "edge probability $p$", "Erdős-Rényi")),
+    "model of a fit": (lambda: made_fit().fits[0], (1, "edge probability $p$", "Erdős-Rényi")),
 }  # fmt: skip
 
 

@@ -115,10 +115,10 @@ MODELS = {
 }
 # Labels of the parameter that is searched, for models whose argument is not a label by itself.
 PARAMETERS = {
-    "erdos_renyi": "probability of an edge $p$",
+    "erdos_renyi": "edge probability $p$",
     "barabasi_albert": "edges of a new vertex",
     "stochastic_block_model": "share of edges between blocks",
-    "watts_strogatz": "probability of rewiring $p$",
+    "watts_strogatz": "rewiring probability $p$",
 }
 
 
