@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from ritz._core.batch_norm import evaluating
 from ritz._core.batches import tensors
 from ritz._core.checks import check_count
-from ritz._core.modes import evaluating
 from ritz.curvature._shared import Adapter, Forward, check_labels, check_scores
 from ritz.training._data import own_rows
 from ritz.training._recurrent import call_model, carried_state, overwrite

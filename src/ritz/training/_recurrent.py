@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ritz._core.distributed import all_max, gather_by_process, rank, shard
-from ritz._core.modes import unwrapped
+from ritz._core.distributed import all_max, gather_by_process, rank, shard, unwrapped
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import Adapter
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ritz._core.batch_norm import batch_norms
 from ritz._core.batches import num_rows
 from ritz._core.distributed import all_sum, world_size
-from ritz._core.modes import batch_norms
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import Adapter, check_labels, check_scores, is_kept, term_mass
