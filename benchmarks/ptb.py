@@ -23,7 +23,7 @@ from timing import RESULTS, write
 
 from ritz import data, models
 from ritz.training import evaluate, fit, read_log
-from ritz.training._files import times_path
+from ritz.training._log import times_path
 
 STREAMS = 10  # parallel streams of an evaluation
 DECAY = 1.2e-6

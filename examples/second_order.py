@@ -86,7 +86,7 @@ def best_sgd(num_epochs: int, seeds: range) -> tuple[str, Make]:
         mean = sum(last) / len(last)
         found[rate, momentum] = mean if mean == mean else float("inf")  # diverged: NaN
     rate, momentum = min(found, key=lambda pair: found[pair])
-    return f"SGD, rate {rate:g}, momentum {momentum:g}", sgd(rate, momentum)
+    return f"SGD, lr {rate:g}, momentum {momentum:g}", sgd(rate, momentum)
 
 
 def sgd(rate: float, momentum: float) -> Make:
@@ -99,8 +99,8 @@ def main(num_epochs: int, num_seeds: int, out: Path) -> None:
     test = ritz.data.load("digits").test.tensors()
     name, make = best_sgd(num_epochs, seeds)
     figure, axes = ritz.plots.panels(1, 2, width=5.0)
-    print(f"{num_epochs} epochs, mean over {num_seeds} seeds; the best of {len(RATES)} x "
-          f"{len(MOMENTA)} settings of SGD first")  # fmt: skip
+    print(f"{num_epochs} epochs; means over seeds: {num_seeds}; first row: the best of "
+          f"{len(RATES)} x {len(MOMENTA)} settings of SGD")  # fmt: skip
     print(f"{'':28}{'training loss':>14}{'test error':>12}{'seconds':>9}")
     reference: list[float] = []
     for label, (maker, size) in ({name: (make, 64)} | SECOND_ORDER).items():

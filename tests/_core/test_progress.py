@@ -97,7 +97,7 @@ def test_a_log_file_gets_the_expected_time_of_long_work(clock):
     # The first step takes 20 s, since it traces a model; the other 999 take 1.5 s each.
     text = run(clock, io.StringIO(), [20.0, 21.5, 23.0], 1000)
     first, last = text.splitlines()
-    assert first == "products: 1,000 in all, about 25 min"
+    assert first == "products: 1,000 steps, about 25 min"
     assert last.endswith("3/1000  23.0 s, 25 min left")
 
 
@@ -183,3 +183,21 @@ def test_an_object_without_the_methods_is_rejected():
         tracking(3, "", 1),
     ):
         pass
+
+
+def test_the_bar_is_full_after_stages_that_needed_fewer_steps_than_planned():
+    recorder = Recorder()
+    with tracking(recorder, "products", 10) as whole:
+        stages = Stages(whole)
+        stages.stage(size=5).update(5)
+        stages.stage(size=5).update(2)
+        stages.close()
+    assert recorder.calls[-2] == ("update", 10, "")
+
+
+def test_a_narrow_terminal_shortens_the_bar_and_not_the_note(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    with tracking(Bar(stream), "training", 4) as bar:
+        bar.update(4, "epoch 1: loss 0.1")
+    assert "epoch 1: loss 0.1" in stream.getvalue().rpartition("\r")[2]

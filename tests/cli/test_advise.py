@@ -79,3 +79,9 @@ def test_the_settings_of_every_optimiser_of_a_run_are_read(name):
     )
     assert settings["optimizer"] in ("sgd", "momentum", "nesterov", "adam", "kfac")
     assert (settings["optimizer"] == "kfac") == ("kfac" in name)
+
+
+def test_the_help_lists_the_choices_of_an_option_without_a_default(capsys):
+    assert ritz("advise", "--help") == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Choices: sgd, momentum, nesterov, adam, kfac." in shown

@@ -15,7 +15,7 @@ import ritz
 from ritz import cli, studies
 from ritz.__main__ import main
 from ritz.cli import _app
-from ritz.cli._options import print_result
+from ritz.cli._output import print_result
 from ritz.studies import digits
 
 SETTINGS = ("size=60", "network_size=100", "num_steps=8", "network_steps=4")
@@ -127,7 +127,7 @@ def test_every_help_has_an_example_and_fits_80_columns(capsys, monkeypatch):
         (["paint"], "No such command 'paint'"),
         (["demo", "--colour"], "No such option"),
         (["demo", "--device", "cuda:99"], "device must be one of this machine, got 'cuda:99'"),
-        (["demo", "--seed", "x"], "Invalid value for '--seed'"),
+        (["demo", "--seed", "x"], "--seed must be a whole number, got 'x'"),
         (["study"], "Missing argument 'NAME'"),
         (
             ["study", "synthetic_spectra", "--set", "size"],

@@ -94,7 +94,9 @@ def test_a_read_only_folder_is_one_line(here, finished, tmp_path, refused, monke
 def test_a_read_only_folder_is_refused_before_the_computation(
     here, finished, tmp_path, refused, monkeypatch, command
 ):
-    monkeypatch.setattr("ritz.cli._session.measured_risk", lambda *a, **k: pytest.fail("too late"))
+    monkeypatch.setattr(
+        "ritz.cli._measurement.measured_risk", lambda *a, **k: pytest.fail("too late")
+    )
     with read_only(monkeypatch):
         line = refused(command, "run", *OWN, *MEASURES[command], "--json", "--out", tmp_path)
     assert line == f"ritz: cannot write to {tmp_path}: Read-only file system\n"

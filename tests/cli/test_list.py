@@ -22,6 +22,6 @@ def test_names_are_listed_with_a_description(capsys, what, name, words):
 
 
 def test_an_unknown_list_is_one_line(refused):
-    assert "is not one of 'models', 'datasets', 'optimizers', 'quantities', 'studies'" in refused(
+    assert "must be one of models, datasets, optimizers, quantities, studies; got" in refused(
         "list", "colours"
     )

@@ -41,7 +41,7 @@ def test_bad_input_is_one_line_and_exit_code_2(matrix, tmp_path, capsys):
     assert _app.run(["logdet", str(tmp_path / "none.mtx")]) == 2
     assert "ritz: no matrix file" in capsys.readouterr().err
     assert _app.run(["logdet", matrix, "--method", "magic"]) == 2
-    assert "Invalid value for '--method'" in capsys.readouterr().err
+    assert "--method must be one of" in capsys.readouterr().err
     scipy.io.mmwrite(tmp_path / "negative.mtx", sparse.diags_array([1.0, -2.0]).tocsr())
     assert _app.run(["logdet", str(tmp_path / "negative.mtx")]) == 2
     assert "positive definite, got a pivot of -2" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from cli.own import OWN, ritz, stopping_after
 from torch import nn
 
 from ritz.cli import landscape, sharpness, spectrum
-from ritz.cli._session import LONGEST, Measurement
+from ritz.cli._measurement import LONGEST, Measurement
 from ritz.training import TrainingConfig
 from ritz.training._run_folder import RunConfig
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from ritz.cli._session import explain_mismatch
+from ritz.cli._factories import explain_mismatch
 from ritz.training._data import as_parts
 
 INPUTS, LABELS = torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)

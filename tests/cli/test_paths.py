@@ -10,7 +10,7 @@ import pytest
 from cli.own import ritz
 
 import ritz as ritz_itself
-from ritz.cli._targets import import_target
+from ritz.cli._factories import import_target
 
 NET = """
 def net():

@@ -27,7 +27,7 @@ def test_a_run_folder_is_enough_to_compute_a_spectrum(here, finished, capsys, tm
 
 
 def test_the_spectrum_equals_that_of_the_library(here, finished, tmp_path, capsys):
-    from ritz.cli._targets import make_data, make_model
+    from ritz.cli._factories import make_data, make_model
 
     options = ["--matrix", "ggn", "--precision", "float64", "--average", "--steps", "30"]
     assert ritz("spectrum", "run", *OWN, *options, "--json", "--out", tmp_path) == 0
@@ -152,7 +152,7 @@ def test_a_missing_run_or_file_is_one_line(here, finished, tmp_path, refused):
             ["--split", "validation"],
             "--split must be a part of the data, train or test, got 'validation'",
         ),
-        (["--matrix", "fisher"], "Invalid value for '--matrix'"),
+        (["--matrix", "fisher"], "--matrix must be one of hessian, ggn, both; got 'fisher'"),
         (["--model", "vgg61"], "no model is named 'vgg61'; did you mean"),
     ],
 )
@@ -196,7 +196,7 @@ def test_the_l2_term_is_added_on_request_and_named(here, finished, tmp_path, cap
 def test_a_budget_of_products_cuts_steps_and_long_work_is_announced(
     here, finished, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("ritz.cli._session.LONG", 0.0)
+    monkeypatch.setattr("ritz.cli._measurement.LONG", 0.0)
     both = ["--matrix", "both", "--max-products", "9", "--out", tmp_path]
 
     assert ritz("spectrum", "run", *OWN, *both) == 0

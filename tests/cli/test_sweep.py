@@ -23,7 +23,7 @@ def test_a_sweep_leaves_runs_a_result_and_a_picture(here, tmp_path, capsys):
     assert ritz(*usual, *RATES, "--grid", "model.width=4", "--watch", "1") == 0
 
     out, err = capsys.readouterr()
-    assert "4 runs: 2 of lr x 1 of model.width x 2 seeds, epochs: 1; 0 have ended" in err
+    assert "4 runs: 2 values of lr x 1 value of model.width x 2 seeds; 1 epoch each; 0 done" in err
     assert "4/4" in err
     assert "lambda_max" in out
     assert out.splitlines()[2].split()[:3] == ["lr", "model.width", "test_accuracy"]
@@ -41,7 +41,7 @@ def test_a_sweep_leaves_runs_a_result_and_a_picture(here, tmp_path, capsys):
     assert ritz(*usual, *RATES, "--grid", "model.width=4", "--watch", "1") == 0
     again, err = capsys.readouterr()
     assert again == out
-    assert "4 have ended" in err
+    assert "4 done before" in err
 
 
 def test_the_result_as_json(here, tmp_path, capsys):

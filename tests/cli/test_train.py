@@ -8,7 +8,7 @@ import pytest
 import torch
 from cli.own import SMALL, ritz
 
-from ritz.cli._targets import parse_settings
+from ritz.cli._factories import parse_settings
 from ritz.training import read_log, read_weights
 from ritz.training._run_folder import read_run
 
@@ -101,7 +101,7 @@ def test_a_run_that_diverges_exits_with_code_one(here, tmp_path, capsys):
         (["--watch", "0"], "--watch must be at least 1, got 0"),
         (["--average-from", "9"], "--average-from must be between 1 and 2, got 9"),
         (["--optimizer", "gadan"], "no optimizer is named 'gadan'; did you mean gadam"),
-        (["--schedule", "cosine"], "Invalid value for '--schedule'"),
+        (["--schedule", "cosine"], "linear, linear_held, step; got 'cosine'"),
         (["--set", "momentum"], "--set takes KEY=VALUE, got 'momentum'"),
         (["--device", "tpu"], "device must be cpu, cuda or cuda:<number>, got 'tpu'"),
         (["--loss", "cross_entropi"], "did you mean cross_entropy?"),

@@ -139,7 +139,7 @@ def test_patience_ends_a_run(here, tmp_path, capsys):
         (["--watch-matrix", "ggn"], "--watch-matrix ggn needs --watch: add --watch 1"),
         (["--watch-samples", "64"], "--watch-samples 64 needs --watch: add --watch 1"),
         (["--watch", "1", "--quantity", "norm"], "got 'norm'; did you mean"),
-        (["--average-every", "hour"], "Invalid value for '--average-every'"),
+        (["--average-every", "hour"], "--average-every must be one of step, epoch; got 'hour'"),
     ],
 )
 def test_bad_input_is_one_line(here, tmp_path, refused, arguments, line):

@@ -162,7 +162,7 @@ COMMANDS = [
     ),
     (train("--optimizer", "adamm"), "no optimizer is named 'adamm'; did you mean adam"),
     (train("--lr", "-1"), "--lr must be finite and above 0, got -1.0"),
-    (train("--lr", "fast"), "Invalid value for '--lr'"),
+    (train("--lr", "fast"), "--lr must be a number, got 'fast'"),
     (train("--seed", "-1"), "--seed must be between 0 and 4294967295, got -1"),
     (train("--seed", "9" * 23), "--seed must be between 0 and 4294967295, got 999"),
     (train("--batch-size", "0"), "--batch-size must be at least 1, got 0"),
@@ -175,8 +175,13 @@ COMMANDS = [
     (train("--device", "tpu"), "--device must be cpu, cuda or cuda:<number>, got 'tpu'"),
     (train("--precision", "int8"), "int8"),
     (["spectrum", "nowhere"], "no such folder or file: nowhere"),
-    (["spectrum", "."], "no weights in .: it has no weights.safetensors"),
+    (
+        ["spectrum", "."],
+        "no weights in .: it has neither weights.safetensors nor checkpoint.safetensors",
+    ),
     (["spectrum", "wrong.py", "--model", "mlp", "--data", "digits"], "not a safetensors file"),
+    (["spectrum", ".", "--l2", "nan"], "--l2 must be a number that is at least 0.0, got nan"),
+    (["spectrum", ".", "--steps=many"], "--steps must be a whole number, got 'many'"),
     (["spectrum", ".", "--l2", "-1"], "--l2 must be at least 0.0, got -1.0"),
     (["sharpness", ".", "--probes", "0"], "--probes must be at least 1, got 0"),
     (["landscape", ".", "--points", "1"], "--points must be at least 2, got 1"),
@@ -191,7 +196,10 @@ COMMANDS = [
     (["study", "cluster_count"], "no study is named 'cluster_count'; did you mean cluster_counts?"),
     (["study", "digits", "--set", "num_epochs=x"], "num_epochs must be of type int, got 'x'"),
     (["logdet", "wrong.py"], "wrong.py"),
-    (["list", "colours"], "'colours' is not one of"),
+    (
+        ["list", "colours"],
+        "must be one of models, datasets, optimizers, quantities, studies; got 'colours'",
+    ),
 ]
 
 

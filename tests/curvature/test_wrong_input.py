@@ -200,7 +200,7 @@ def test_a_model_without_trainable_parameters_raises(model):
         ({"sharing": "all"}, ValueError, "sharing must be one of"),
         ({"precision": "bfloat16"}, ValueError, "precision must be one of float32, tf32, float64"),
         ({"l2": -0.1}, ValueError, "l2 must be at least 0"),
-        ({"l2": NAN}, ValueError, "l2 must be at least 0.0, got nan"),
+        ({"l2": NAN}, ValueError, "l2 must be a number that is at least 0.0, got nan"),
         (
             {"batch_size": 4},
             ValueError,

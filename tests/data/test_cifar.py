@@ -113,7 +113,7 @@ def test_a_part_without_samples_is_refused(write_cifar100):
 
 def test_a_compressed_file_above_the_limit_is_refused(write_cifar100, monkeypatch):
     root, _ = write_cifar100()
-    monkeypatch.setattr("ritz.data._image_sets.LIMIT", 10_000)
+    monkeypatch.setattr("ritz.data._cifar.LIMIT", 10_000)
     packed = gzip.compress(
         cifar_bytes(np.zeros((50, 3, 32, 32), np.uint8), fine_labels=[0] * 50), mtime=0
     )

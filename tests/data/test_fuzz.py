@@ -8,7 +8,8 @@ from data.formats import cifar_bytes, idx_bytes
 from fuzz import CASES, cheap, damaged
 
 from ritz.data import DataError
-from ritz.data._image_sets import read_idx, read_member, read_pickle
+from ritz.data._cifar import read_pickle
+from ritz.data._image_sets import read_idx, read_member
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ritz.data import DataError
-from ritz.data._image_sets import read_pickle
+from ritz.data._cifar import read_pickle
 
 IMAGES = np.arange(24, dtype=np.uint8).reshape(2, 12)
 

@@ -145,7 +145,7 @@ def test_one_bar_counts_all_products_of_sharpness():
         def finish(self): ...
 
     measured(risk(), progress=Noting(), matrix="ggn", batch_norm="eval")
-    assert calls == [("products of sharpness", 15), 2, 4, 6, 8, 10, 11, 12, 13, 14, 15]
+    assert calls == [("sharpness", 15), 2, 4, 6, 8, 10, 11, 12, 13, 14, 15]
 
 
 def test_negative_save_interval_raises(tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 
 from ritz import models
 from ritz._core.registry import UnknownNameError
-from ritz.models._catalogue import draw_weights
+from ritz.models._initial_weights import draw_weights
 
 # Published figures stand with their source; the others follow from the architectures.
 COUNTS = [

@@ -127,7 +127,8 @@ RESULTS = {
     "degeneracies by epoch": (lambda: {1: degeneracy(), 2: degeneracy()}, (1, "epoch", "")),
     "degeneracies by name and epoch": (lambda: {"Hessian": {1: degeneracy()}}, (1, "epoch", "")),
     "landscape": (lambda: ritz.landscape(network(), {"largest": torch.ones(53)}, num_points=5),
-                  (2, "step $t$", "Ritz vector of the largest value\nbatch norm eval")),
+                  (2, "step $t$ along the direction",
+                   "Ritz vector of the largest value\nbatch norm eval")),
     "landscape in two dimensions": (
         lambda: measures.landscape2d(network(), torch.ones(53), torch.arange(53.0), num_points=5),
         (1, "step along first", "batch norm eval")),
@@ -146,7 +147,7 @@ RESULTS = {
             network(), ritz.eigenpairs(ritz.hessian(network()), largest=3)),
         (1, "rank of the eigenvalue", None)),
     "advice": (lambda: measures.advise(network(), batch_sizes=(4, 12)),
-               (2, "batch size $B$ (samples)", "Hessian")),
+               (2, "batch size $B$ (samples)", "Hessian of mini-batches")),
     "advice for Adam": (
         lambda: measures.advise(network(), batch_sizes=(4, 12), optimizer="adam", known=(4, 0.1)),
         (3, "batch size $B$ (samples)", None)),
@@ -167,9 +168,9 @@ RESULTS = {
             (1, "epoch", "")),
     "similarity": (lambda: graphs.similarity({"a": ring(), "b": ring()}, num_moments=8),
                    (2, "", "")),
-    "cluster count": (made_count, (1, r"$\lambda$", "gap 0.1 to 0.4")),
-    "fit": (made_fit, (2, "p", "Erdős-Rényi")),
-    "model of a fit": (lambda: made_fit().fits[0], (1, "p", "Erdős-Rényi")),
+    "cluster count": (made_count, (1, r"eigenvalue $\lambda$", "gap 0.1 to 0.4")),
+    "fit": (made_fit, (2, "edge probability $p$", "Erdős-Rényi")),
+    "model of a fit": (lambda: made_fit().fits[0], (1, "edge probability $p$", "Erdős-Rényi")),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from training.examples import assert_same_bits, network, samples, state
 
 from ritz.optim import IterateAverage, Lookahead
 from ritz.training import TrainingConfig, _cuda_graph, fit
-from ritz.training._files import load_optimizer_state, optimizer_state
+from ritz.training._checkpoint import load_optimizer_state, optimizer_state
 from ritz.training._fit import channels_last
 from ritz.training._optimizers import create_optimizer
 from ritz.training._step import Piece, Step

@@ -15,7 +15,7 @@ from training.examples import assert_same_bits, network, samples, state
 import ritz
 from ritz._core.storage import CorruptFileError
 from ritz.training import CheckpointError, fit, load_weights, read_log, read_weights, save_weights
-from ritz.training._files import Log
+from ritz.training._log import Log
 
 RUN = {"num_epochs": 2, "batch_size": 12}
 
@@ -102,7 +102,9 @@ def test_files_of_other_formats_are_refused(tmp_path):
     with pytest.raises(CorruptFileError, match="damaged"):
         read_weights(tmp_path / "cut.pt")
     ritz.save(ritz.trace(torch.eye(3)), tmp_path / "checkpoint.safetensors")
-    with pytest.raises(ValueError, match="is not a training checkpoint: it holds a Estimate"):
+    with pytest.raises(
+        ValueError, match="must hold the checkpoint of a training run, got Estimate"
+    ):
         fit(network(), samples(), checkpoint=tmp_path, **RUN)
 
 
@@ -170,7 +172,7 @@ def test_a_read_only_folder_is_seen_before_training(tmp_path, monkeypatch):
         raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
 
     # The first thing that writing does.
-    monkeypatch.setattr("ritz.training._files.open_file", refuse)
+    monkeypatch.setattr("ritz.training._checkpoint.open_file", refuse)
     model = network()
     with pytest.raises(CheckpointError, match="Read-only file system; the previous checkpoint"):
         fit(model, samples(), checkpoint=tmp_path, **RUN)
@@ -240,3 +242,17 @@ def test_a_run_that_logged_the_learning_rate_as_rate_is_read_and_resumed(tmp_pat
     rates = result.history["learning_rate"]
     assert rates.isfinite().all()
     assert [record["learning_rate"] for record in read_log(log)] == rates.tolist()
+
+
+def test_a_damaged_checkpoint_is_named_with_a_way_out(tmp_path):
+    fit(network(), samples(), checkpoint=tmp_path, **RUN)
+    file = tmp_path / "checkpoint.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"is truncated .* resume=False \(--restart\)"):
+        fit(network(), samples(), checkpoint=tmp_path, **RUN)
+
+
+def test_weights_in_place_of_a_result_are_named(tmp_path):
+    save_weights(network(), tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"must hold a result, .* got weights of a model"):
+        ritz.load(tmp_path / "weights.safetensors")

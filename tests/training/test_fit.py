@@ -306,9 +306,12 @@ def test_the_progress_bar_counts_steps_and_shows_the_speed():
 
     fit(network(), samples(), progress=Told(), **SHORT)
     assert told[0] == ("training", 8)
-    assert [done for done, _ in told[1:]] == list(range(1, 9))
-    assert "epoch 2/2" in told[-1][1]
-    assert "samples/s, loss" in told[-1][1]
+    # After each step, and once more after each of the two epochs.
+    assert [done for done, _ in told[1:]] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    assert told[5][1].startswith("epoch 1: loss ")
+    assert told[6][1].startswith("epoch 1: loss ")
+    assert "; epoch 2/2, " in told[6][1]
+    assert told[-1][1].startswith("epoch 2: loss ")
 
 
 def test_the_log_has_one_line_per_epoch(tmp_path):

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.examples import assert_same_bits, network, samples, state
 
 from ritz.training import CheckpointError, TrainingConfig, fit, read_log, read_weights
+from ritz.training._checkpoint import sole_writer
 from ritz.training._data import as_parts
-from ritz.training._files import sole_writer
 from ritz.training._run_folder import RunConfig, read_run, run_weights, train_run
 
 RUN = {"num_epochs": 2, "batch_size": 12}
@@ -185,7 +185,7 @@ def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch):
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from ritz.training._files import sole_writer
+from ritz.training._checkpoint import sole_writer
 with sole_writer(Path(sys.argv[1])):
     if not os.fork():  # as the worker of a loader, it lives on for a while
         time.sleep(60)

@@ -6,7 +6,8 @@ import pytest
 from training.examples import network, samples
 
 from ritz.training import CheckpointError, fit
-from ritz.training._files import Log, sole_writer
+from ritz.training._checkpoint import sole_writer
+from ritz.training._log import Log
 
 RUN = {"num_epochs": 1, "batch_size": 12}
 

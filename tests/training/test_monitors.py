@@ -216,7 +216,7 @@ def test_a_text_is_monitored_by_its_tokens():
     model = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(table, freeze=False), Turned())
     parts = DataParts(train=split)
     monitor = make_monitor(config, model, parts, cross_entropy, 1, ("trace",), {})
-    risk = monitor._watched(model, None).risk
+    risk = monitor._snapshot(model, None).risk
     batches = list(split.batches(5))  # five streams of sixty: a segment of fifty, and of nine
     with torch.no_grad():
         total = sum(float(cross_entropy(model(x), y, reduction="sum")) for x, y in batches)
@@ -231,7 +231,7 @@ def test_large_networks_are_watched_on_half_as_many_samples():
     for width, options, count in ((8, {}, 1024), (200_000, {}, 512), (8, {"num_samples": 30}, 30)):
         model = torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.Linear(width, 3))
         monitor = make_monitor(config, model, data, cross_entropy, 1, None, options)
-        assert monitor._watched(model, None).risk.num_samples == count
+        assert monitor._snapshot(model, None).risk.num_samples == count
 
 
 class Turned(torch.nn.Module):

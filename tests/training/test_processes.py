@@ -8,8 +8,7 @@ from processes import run_processes
 from training.examples import network, samples
 
 from ritz.training import fit, read_log, read_weights
-from ritz.training._files import sole_writer
-from ritz.training._loop import Generators
+from ritz.training._checkpoint import Generators, sole_writer
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 TESTS = str(Path(__file__).parents[1])

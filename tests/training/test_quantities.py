@@ -14,7 +14,7 @@ from ritz.measures import bulk_edge, rank_degeneracy
 from ritz.optim import weight_norms
 from ritz.training import CurvatureMonitor, fit, quantity_names, register_quantity, scalars
 from ritz.training._quantities import QUANTITIES, quantity_table
-from ritz.training._watched import TUNING
+from ritz.training._snapshot import TUNING
 
 COUNT, BATCH, RATE = 24, 6, 0.2
 
@@ -354,7 +354,7 @@ def test_the_default_leaves_out_what_a_model_does_not_have():
     chosen = CurvatureMonitor((x, y), loss_fn=weighted, quantities=["noise_scale"])
     with pytest.raises(ValueError, match="must be the mean of the losses of its samples"):
         chosen.measure(nn.Linear(6, 3))
-    with pytest.raises(ValueError, match="batch_norm='train' does not have"):
+    with pytest.raises(ValueError, match="do not exist with batch_norm='train'"):
         CurvatureMonitor((x, y), batch_norm="train", quantities=["gsnr"])
 
 
@@ -424,7 +424,7 @@ def test_wrong_options_name_the_argument(options, message):
 def spent(quantities, monkeypatch, **options):
     """Return gradients, products and passes over samples of a second measurement, and its cost."""
     from ritz.curvature import CurvatureOperator, Risk
-    from ritz.training import _watched
+    from ritz.training import _snapshot
 
     counts = {"gradients": 0, "products": 0, "passes": 0}
     x, y = samples(COUNT)
@@ -436,7 +436,7 @@ def spent(quantities, monkeypatch, **options):
     product, gradient, run = (
         CurvatureOperator._matmat,
         Risk.batch_gradient,
-        _watched.sample_gradients,
+        _snapshot.sample_gradients,
     )
 
     def counted_product(self, block):
@@ -453,7 +453,7 @@ def spent(quantities, monkeypatch, **options):
 
     monkeypatch.setattr(CurvatureOperator, "_matmat", counted_product)
     monkeypatch.setattr(Risk, "batch_gradient", counted_gradient)
-    monkeypatch.setattr(_watched, "sample_gradients", counted_pass)
+    monkeypatch.setattr(_snapshot, "sample_gradients", counted_pass)
     monitor.measure(model, optimizer)
     return counts, monitor
 

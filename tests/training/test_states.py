@@ -16,7 +16,7 @@ from training.texts import broken_loss, recurrent, text, unbroken_loss
 import ritz
 from ritz.curvature._shared import Adapter
 from ritz.training import CurvatureMonitor, TrainingConfig, _cuda_graph, evaluate, fit, read_log
-from ritz.training._files import Folder
+from ritz.training._checkpoint import Folder
 from ritz.training._recurrent import CarriedState
 from ritz.training._step import Piece
 

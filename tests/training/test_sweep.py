@@ -15,8 +15,8 @@ from training.examples import network, samples
 
 import ritz
 from ritz.training import CurvatureMonitor, SweepResult, TrainingConfig, fit, read_log, sweep
+from ritz.training._jobs import TUNING, _Memory, run_tasks
 from ritz.training._sweep import _best, check_grid, check_seeds
-from ritz.training._workers import TUNING, _Memory, run_tasks
 
 DATA = samples(40), samples(24, seed=1)
 OPTIONS = {"num_epochs": 2, "batch_size": 10}
@@ -202,7 +202,7 @@ def test_a_table_has_means_and_deviations_over_seeds(tmp_path):
     found = sweep(drawn, DATA, GRID, seeds=3, **OPTIONS)
     lines = str(found).splitlines()
 
-    assert lines[0] == "9 runs: 3 of lr x 3 seeds; completed: 9 runs"
+    assert lines[0] == "9 runs: 3 values of lr x 3 seeds; completed: 9 runs"
     assert lines[2].split() == ["lr", "test_accuracy", "test_loss", "train_loss", "train_accuracy"]
     assert max(map(len, lines)) <= 100
     cells = lines[4].split()
@@ -396,7 +396,7 @@ class Busy:
 
 def test_tasks_begin_only_while_there_is_memory(monkeypatch):
     free = [9.0, math.inf]
-    monkeypatch.setattr("ritz.training._workers._free", lambda: tuple(free))
+    monkeypatch.setattr("ritz.training._jobs._free", lambda: tuple(free))
     old, young, memory = Busy(TUNING.settling + 1), Busy(0), _Memory()
 
     assert memory.allows([])

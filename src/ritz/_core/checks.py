@@ -27,7 +27,8 @@ def check_range(
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     # "not value >= low" instead of "value < low", because NaN fails every comparison.
     if (low is not None and not value >= low) or (high is not None and not value <= high):
-        raise ValueError(f"{name} must be {_interval(low, high)}, got {value}")
+        kind = "a number that is " if value != value else ""
+        raise ValueError(f"{name} must be {kind}{_interval(low, high)}, got {value}")
 
 
 def check_positive(name: str, value: float, *, zero: bool = False) -> None:

@@ -72,6 +72,12 @@ def all_gather_rows(part: Tensor, n: int, group: Group | None = None) -> Tensor:
     return torch.cat([piece[:length] for piece, length in zip(gathered, lengths, strict=True)])
 
 
+def gather_by_process(values: Tensor) -> Tensor:
+    """Return vectors of equal length of all processes, one row each, on the CPU."""
+    count = world_size()
+    return all_gather_rows(values, count * len(values)).reshape(count, -1).cpu().clone()
+
+
 def _active() -> bool:
     return dist.is_available() and dist.is_initialized()
 

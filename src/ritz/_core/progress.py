@@ -25,6 +25,7 @@ class Progress(Protocol):
 # In a log file, work that takes longer than this number of seconds prints its expected time once.
 # For shorter work this line would be longer than the result.
 LONG = 10.0
+CELLS = 24  # characters of the bar
 
 
 class Bar:
@@ -50,11 +51,14 @@ class Bar:
     def update(self, done: int, note: str = "") -> None:
         now = time.monotonic()
         self._line = self._format(done, note, now - self._begun)
+        if self._live and (excess := len(self._line) - _columns()) > 0:
+            # The bar gives way to the text, down to eight cells.
+            self._line = self._format(done, note, now - self._begun, max(8, CELLS - excess))
         left = self._left(done, now)
         if left is not None and not self._forecast and self._first != (done, now):
             self._forecast = True
             if (whole := now - self._begun + left) > LONG:
-                text = f"{self._label}: {self._total:,} in all, about {duration(whole)}\n"
+                text = f"{self._label}: {self._total:,} steps, about {duration(whole)}\n"
                 self._stream.write(text)
                 self._stream.flush()
         if self._live and (now - self._drawn >= 0.1 or done == self._total):
@@ -64,11 +68,11 @@ class Bar:
     def finish(self) -> None:
         self._write(end="\n")
 
-    def _format(self, done: int, note: str, seconds: float) -> str:
+    def _format(self, done: int, note: str, seconds: float, cells: int = CELLS) -> str:
         body, spent = str(done), f"{seconds:.1f} s"
         if self._total:
-            filled = min(done, self._total) * 24 // self._total
-            body = f"[{'#' * filled:.<24}] {done}/{self._total}"
+            filled = min(done, self._total) * cells // self._total
+            body = f"[{'#' * filled:.<{cells}}] {done}/{self._total}"
             if (left := self._left(done, self._begun + seconds)) is not None:
                 spent += f", {duration(left)} left"
         return f"{self._label} {body}  {spent}  {note}".rstrip()
@@ -87,12 +91,15 @@ class Bar:
     def _write(self, end: str = "") -> None:
         line = self._line
         if self._live:
-            # One column less than the terminal, because a full line would wrap, and \r would not
-            # work.
-            width = shutil.get_terminal_size().columns - 1
+            width = _columns()
             line = "\r" + line[:width].ljust(width)
         self._stream.write(line + end)
         self._stream.flush()
+
+
+def _columns() -> int:
+    # One column less than the terminal: a full line would wrap and \r could not return.
+    return shutil.get_terminal_size().columns - 1
 
 
 def duration(seconds: float) -> str:
@@ -119,7 +126,7 @@ class Stages:
     """
 
     def __init__(self, whole: Progress) -> None:
-        self._whole, self._before, self._weight, self._size = whole, 0, 1, 0
+        self._whole, self._before, self._weight, self._size, self._done = whole, 0, 1, 0, 0
 
     def stage(self, *, size: int, weight: int = 1) -> Progress:
         """Begin the next stage, of ``size`` units in all and ``weight`` units per step.
@@ -131,11 +138,19 @@ class Stages:
         self._size, self._weight = size, weight
         return self
 
+    def close(self) -> None:
+        """Report the last stage as done, even if it needed fewer steps than were planned."""
+        self._before += self._size
+        self._size = 0
+        if 0 < self._done < self._before:  # not if all came from a saved state
+            self._whole.update(self._before)
+
     def start(self, label: str, total: int | None) -> None:
         """Do nothing, because the bar of all stages has begun already."""
 
     def update(self, done: int, note: str = "") -> None:
-        self._whole.update(self._before + min(done * self._weight, self._size), note)
+        self._done = self._before + min(done * self._weight, self._size)
+        self._whole.update(self._done, note)
 
     def finish(self) -> None:
         """Do nothing, because further stages may follow."""

@@ -202,7 +202,12 @@ def load(path: str | os.PathLike[str]) -> Any:
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{path} does not describe a result of ritz: {error!r}") from error
     if not dataclasses.is_dataclass(result):
-        raise CorruptFileError(f"{path} contains {type(result).__name__}, not a result of ritz")
+        is_weights = isinstance(header, dict) and header.get("kind") == "weights"
+        content = "weights of a model" if is_weights else f"a {type(result).__name__}"
+        raise CorruptFileError(
+            f"{path} must hold a result, such as a Spectrum that ritz.save or a command wrote, "
+            f"got {content}"
+        )
     return result
 
 

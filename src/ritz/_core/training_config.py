@@ -30,7 +30,8 @@ NoiseName = Literal["none", "diagonal", "full", "centred", "true", "kfac", "trac
                     "trace_unscaled", "isotropic", "multiplicative", "sgld"]  # fmt: skip
 DampingRule = Literal["constant", "ratio", "shrinkage", "noise", "adaptive"]
 # Panels of ``ritz train --help``.
-RATE, AVERAGE, EVALUATION = "Optimiser and learning rate", "Averaged weights", "Evaluation"
+LENGTH, RATE = "Epochs and batches", "Optimiser and learning rate"
+AVERAGE, EVALUATION = "Averaged weights", "Evaluation"
 SPEED, FILES, NOISE, TEXT = "Precision and speed", "Output", "Large batches", "Language models"
 
 
@@ -60,17 +61,19 @@ class TrainingConfig:
     """
 
     # fmt: off
-    num_epochs: int = _option(10, "Total number of epochs. A resumed run counts those it has done.",
-                              low=1, free=True, flags="--epochs")
+    num_epochs: int = _option(10, "Total number of epochs, including those that a resumed run has "
+                              "completed.", LENGTH, low=1, free=True, flags="--epochs")
     max_steps: int | None = _option(None, "Stop after this many steps, even within an epoch "
-                                    "(default: no limit).", low=1)
+                                    "(default: no limit).", LENGTH, low=1)
     # 128, and an average once per epoch: Granziol et al., Iterate averaging, appendix B.2.
     batch_size: int | None = _option(128, "Batch size, summed over all processes. Ignored if the "
-                                     "data are a DataLoader, which has a batch size.", low=1)
-    drop_last: bool = _option(False, "Leave out the last batch of an epoch if it is smaller.")
-    augment: Any = _option(True, "Augment training images in the standard way of the data "
-                           "set. CIFAR and ImageNet-32: random crops and flips.",
-                           kind=bool, flags="--augment/--no-augment")
+                                     "data are a DataLoader, which has a batch size.", LENGTH,
+                                     low=1)
+    drop_last: bool = _option(False, "Leave out the last batch of an epoch if it is smaller.",
+                              LENGTH)
+    augment: Any = _option(True, "Augment training images in the usual way of the data set. CIFAR "
+                           "and ImageNet-32: random crops and flips.", LENGTH, kind=bool,
+                           flags="--augment/--no-augment")
     optimizer: str = _option("sgd", "Name of an optimiser, or of a published setting (ritz list "
                              "optimizers).", RATE, metavar="NAME")
     optimizer_settings: Mapping[str, Any] = _option({}, "Keyword arguments of the optimiser: lr, "
@@ -80,7 +83,7 @@ class TrainingConfig:
     clip_norm: float | None = _option(None, "Clip the gradient to this norm (default: no "
                                       "clipping).", RATE)
     steps_per_epoch: int | None = _option(None, "Number of steps per epoch. Only needed if the "
-                                          "data have no length (iterable datasets).", low=1)
+                                          "data have no length (iterable datasets).", LENGTH, low=1)
     # Fixed rather than drawn, so that the same command gives the same run.
     seed: int = _option(0, "Seed of all random numbers.", low=0, high=MAX_SEED)
     schedule: ScheduleName = _option("constant", "Schedule of the learning rate. linear is "
@@ -92,19 +95,19 @@ class TrainingConfig:
     milestones: Sequence[int] = _option((), "Time at which the schedule step multiplies the "
                                         "learning rate by 0.1, in epochs or steps (see "
                                         "schedule_unit). May be repeated (default: 1/2 and 3/4 of "
-                                        "the run).", RATE,
-                                        kind=list[int], metavar="TIME")
+                                        "the run).", RATE, kind=list[int], metavar="TIME")
     final_ratio: float | None = _option(None, "Final learning rate of the schedule linear, as a "
                                         "fraction of the initial one (default: 0.01; 0.5 with an "
                                         "average).", RATE, low=0.0)
-    schedule_unit: Unit = _option("epoch", "When the learning rate changes.", RATE)
+    schedule_unit: Unit = _option("epoch", "Unit of the schedule: the learning rate changes after "
+                                  "each epoch or after each step.", RATE)
     warmup: int = _option(0, "Number of epochs, or of steps if schedule_unit is step, over which "
                           "the learning rate rises linearly at the start.", RATE)
-    damping: DampingRule = _option("constant", "Damping delta of an optimiser that has one. ratio "
-                                   "keeps delta / learning rate constant; shrinkage and noise "
-                                   "measure it on training samples (best shrinkage of a batch "
-                                   "matrix; least damping that is stable); adaptive compares each "
-                                   "step with its quadratic model.", RATE)
+    damping: DampingRule = _option("constant", "Rule for the damping delta of an optimiser that "
+                                   "has one. ratio keeps delta / learning rate constant; "
+                                   "shrinkage and noise measure delta on training samples (best "
+                                   "shrinkage of a batch matrix; least damping that is stable); "
+                                   "adaptive compares each step with its quadratic model.", RATE)
     damping_interval: int | None = _option(None, "Number of steps between measurements of the "
                                            "damping (default: an epoch; for adaptive 5).", RATE,
                                            low=1)
@@ -115,45 +118,48 @@ class TrainingConfig:
                                        "counted from 1 (default: no average).", AVERAGE, low=1)
     average_interval: int = _option(1, "Number of epochs, or of steps if average_every is step, "
                                     "between weights that enter the average.", AVERAGE, low=1)
-    average_every: Unit = _option("epoch", "How often the weights enter the average.", AVERAGE)
+    average_every: Unit = _option("epoch", "When weights enter the average: after epochs or after "
+                                  "steps; see average_interval.", AVERAGE)
     # Granziol et al., Iterate averaging, appendix .2: Lookahead up to the average.
     lookahead_until: int | None = _option(None, "First epoch without Lookahead, for lookahead_sgd "
                                           "and lookahead_adamw, counted from 1 (default: the first "
                                           "epoch of the average).", AVERAGE, low=1)
-    patience: int | None = _option(None, "Evaluations on validation data without improvement "
-                                   "before averaging starts, and again before training stops.",
-                                   AVERAGE, low=1)
+    patience: int | None = _option(None, "Number of evaluations on validation data without "
+                                   "improvement before averaging starts, and again before "
+                                   "training stops.", AVERAGE, low=1)
     # Appendix A.2: "validation accuracy stagnation". A text has its perplexity, exp(loss).
     patience_metric: PatienceMetric = _option("auto", "Validation metric of patience. auto is the "
                                               "accuracy for classes, and the loss for text and "
                                               "where there is no accuracy.", AVERAGE)
     # Merity et al., Regularizing and optimizing LSTM language models, section 4, algorithm 1.
     patience_rule: PatienceRule = _option("stagnation", "When patience starts the average. "
-                                          "stagnation: after so many evaluations without a new "
-                                          "best; training stops after as many of the average. "
-                                          "non_monotone: when an evaluation is worse than the best "
-                                          "of those more than so many before it; training does "
-                                          "not stop.", AVERAGE)
+                                          "stagnation: after that many evaluations without a new "
+                                          "best; training stops after as many evaluations of the "
+                                          "average without a new best. non_monotone: when an "
+                                          "evaluation is worse than the best of all but the last "
+                                          "patience evaluations before it; training does not "
+                                          "stop.", AVERAGE)
     # The statistics cost a forward pass per batch, so an evaluation on the way uses a tenth.
     statistics_fraction: float = _option(0.1, "Fraction of the training batches from which "
                                          "batch-norm statistics of the average are recomputed at "
                                          "an evaluation. The last evaluation uses all batches.",
                                          AVERAGE, low=0.0, high=1.0)
-    final: Literal["last", "average"] = _option("last", "Weights of the model after training.",
-                                                AVERAGE, free=True)
+    final: Literal["last", "average"] = _option("last", "Weights that the model has after "
+                                                "training.", AVERAGE, free=True)
     # Wen et al., Covariance noise, section 5: batches of 4096 with the noise of 128, for a quarter.
-    noise: NoiseName = _option("none", "Gradient noise that a small batch would have, added to the "
-                               "steps: square root of the diagonal of the Fisher matrix (diagonal, "
-                               "as published), of the whole matrix (full) and so on; see "
-                               "noise_sample. CUDA graphs are then not used.", NOISE)
-    noise_batch: int | None = _option(None, "Samples of the small batch whose noise is added "
-                                      "(default: 1/32 of those of a step, as published; 128 if the "
-                                      "data are a DataLoader).", NOISE, low=1)
-    noise_until: float = _option(0.25, "Fraction of the run after which the noise ends.", NOISE,
-                                 low=0.0, high=1.0)
-    noise_momentum: Literal["after", "before"] = _option("after", "Whether the noise enters after "
-                                                         "momentum, or before, in the gradient.",
-                                                         NOISE)
+    noise: NoiseName = _option("none", "Gradient noise to add to the steps, as a small batch "
+                               "would have it. Its covariance is the diagonal of the Fisher "
+                               "matrix (diagonal, as published), the whole matrix (full) or "
+                               "another one; see help(ritz.curvature.noise_sample). Disables CUDA "
+                               "graphs.", NOISE)
+    noise_batch: int | None = _option(None, "Number of samples of the small batch whose noise is "
+                                      "added (default: 1/32 of the samples of a step, as "
+                                      "published; 128 if the data are a DataLoader).", NOISE, low=1)
+    noise_until: float = _option(0.25, "Fraction of the run after which no more noise is added.",
+                                 NOISE, low=0.0, high=1.0)
+    noise_momentum: Literal["after", "before"] = _option("after", "Where the noise enters: after "
+                                                         "momentum, or before it, as part of the "
+                                                         "gradient.", NOISE)
     noise_refresh: int | None = _option(None, "Number of steps after which the second moments of "
                                         "the gradients are computed anew (default: 1; 10 for "
                                         "kfac).", NOISE, low=1)
@@ -169,10 +175,10 @@ class TrainingConfig:
                                   "begin: 0:128,50:4096 is 128 at first, and 4096 after 50 epochs "
                                   "(default: the same throughout).", NOISE,
                                   metavar="EPOCH:SIZE,...")
-    random_segments: bool = _option(False, "Draw the lengths of the segments of a text in each "
-                                    "epoch: about the usual length, or half of it with probability "
-                                    "0.05. The learning rate of a step is proportional to its "
-                                    "length. Steps then do not run as CUDA graphs.", TEXT)
+    random_segments: bool = _option(False, "Draw the lengths of the segments of a text anew in "
+                                    "each epoch: about the usual length, or half of it with "
+                                    "probability 0.05. The learning rate of a step is "
+                                    "proportional to its length. Disables CUDA graphs.", TEXT)
     # 2 and 1 in the code of Merity et al., Revisiting activation regularization, and so published.
     activation_penalty: float = _option(0.0, "Add this multiple of the mean square of the last "
                                         "activations, after dropout, to the loss (AR).", TEXT,
@@ -206,10 +212,9 @@ class TrainingConfig:
                            flags="--resume/--restart")
     # A kill loses this much work and a step. Several processes agree every 50 steps only.
     save_interval: float = _option(60.0, "Seconds between checkpoints.", FILES, low=0.0, free=True)
-    keep: Sequence[int] = _option((), "Also save the weights after this epoch, as "
+    keep: Sequence[int] = _option((), "Epoch after which the weights are saved as well, as "
                                   "epoch-0005.safetensors; 0 for the initial weights. May be "
-                                  "repeated.", FILES, free=True,
-                                  kind=list[int], metavar="EPOCH")
+                                  "repeated.", FILES, free=True, kind=list[int], metavar="EPOCH")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -430,11 +435,20 @@ def combine(config: TrainingConfig | None, options: Mapping[str, Any]) -> Traini
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
     """Raise if a run is resumed with other options than it was started with."""
     for name, value in now.items():
-        if name in before and before[name] != value:
+        if name == "optimizer_settings":  # named one by one: lr rather than a dictionary
+            check_same(
+                _complete(before.get(name, {}), value), _complete(value, before.get(name, {})), path
+            )
+        elif name in before and before[name] != value:
             raise ValueError(
                 f"{path} was made with {name}={before[name]!r}, this run has {value!r}: pass the "
                 "same value or another folder, or start again with resume=False (--restart)"
             )
+
+
+def _complete(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of an optimiser, with ``default`` for those that only the others have."""
+    return dict.fromkeys(others, "default") | dict(settings)
 
 
 def _to_plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -73,8 +74,7 @@ def run(arguments: Sequence[str]) -> int:
         if len(plain) < len(arguments):
             raise
         if hasattr(error, "format_message"):  # usage errors of the parser
-            # "Value error, " is of the library that checks choices.
-            line = error.format_message().replace("Value error, ", "")
+            line = _usage_error(error.format_message(), plain)
             return _complain(line or "no command given: try ritz --help", 2)
         return _complain(_line(error, command, plain), 2 if isinstance(error, BAD_INPUT) else 1)
     if code == BY_KEYBOARD:
@@ -113,14 +113,16 @@ def _options(version: Version = False, debug: Debug = False) -> None:
 
 
 def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
-    """Return an error as one line, which names options instead of Python arguments."""
+    """Return an error as one line that names options of the command, not arguments of Python."""
     # The innermost command knows its options: `graph density`, not `graph`.
     for word in arguments:
         command = getattr(command, "commands", {}).get(word, command)
     lines = str(error).strip().splitlines() or [""]
-    # Of an error in a worker of a DataLoader: the process and the message, without the traceback.
+    # An error in a worker of a DataLoader contains a traceback: keep its first and last line.
     worker = any("Original Traceback" in line for line in lines)
     text = " ".join(" ".join([lines[0], lines[-1]] if worker else lines).split())
+    # A list of known names is left as it is: names of settings are no options.
+    text, *names = re.split(r"(?=; (?:known:|it has) )", text, maxsplit=1)
     # A setting such as max_steps of --set max_steps=0 may have the name of another option.
     settings = {word.partition("=")[0] for word in arguments if not word.startswith("--")}
     for parameter in command.params:
@@ -134,7 +136,28 @@ def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
             text = re.sub(rf"\b{name}=(?=\S)", f"{flag} ", text)
             if "_" in parameter.name:  # others may be words of the sentence
                 text = re.sub(rf"(?<!['\w]){name}\b", flag, text)
+    text = "".join([text, *names])
     return text if isinstance(error, BAD_INPUT) and text else f"{type(error).__name__}: {text}"
+
+
+def _usage_error(message: str, arguments: Sequence[str]) -> str:
+    """Return an error of the parser as one of ritz: the option, what it must be, the value."""
+    found = re.fullmatch(r"Invalid value for '(?P<name>.+?)': (?P<reason>.*)", message, re.DOTALL)
+    if found is None:
+        return message
+    # "Value error, " is of the library that checks choices.
+    name, reason = found["name"], found["reason"].removeprefix("Value error, ")
+    if choice := re.fullmatch(r"(?P<value>'.*') is not one of (?P<names>'.*')\.?", reason):
+        return (
+            f"{name} must be one of {choice['names'].replace(chr(39), '')}; got {choice['value']}"
+        )
+    kinds = {"valid integer": "a whole number", "valid number": "a number"}
+    kind = next((kind for words, kind in kinds.items() if words in reason), None)
+    # The parser does not quote the value: it follows the option, after a space or "=".
+    equals = (argument.split("=", 1) for argument in arguments if "=" in argument)
+    pairs = [*pairwise(arguments), *equals]
+    value = next((value for flag, value in pairs if flag == name), None)
+    return message if kind is None or value is None else f"{name} must be {kind}, got {value!r}"
 
 
 def _complain(line: str, code: int) -> int:

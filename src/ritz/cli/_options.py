@@ -1,8 +1,8 @@
-"""Options of commands, each declared as a field of a dataclass, and printing of results."""
+"""Options of commands: each is a field of a dataclass, from which Typer makes an option."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -46,20 +46,22 @@ class SeedOptions(PrintOptions):
 
 
 Matrix = Literal["hessian", "ggn", "both"]
-MATRIX = "Curvature matrix; ggn is the Gauss-Newton matrix."
+MATRIX = "Curvature matrix: the Hessian, or the Gauss-Newton matrix (ggn)."
 Modes = Literal["eval", "train", "recomputed", "both"]
 MODE = (
-    "Batch-norm mode: eval uses the running statistics, train those of each batch, and recomputed "
-    "recomputes the running statistics on these data."
+    "Batch-norm mode. eval uses the running statistics, train the statistics of each batch, and "
+    "recomputed uses running statistics that are computed anew on the measured data."
 )
-MODES = f"{MODE} both stands for eval and train."
+MODES = f"{MODE} both measures eval and train."
 Split = Literal["train", "validation", "test"]
 SPLIT = "Part of the data to measure on."
 Picture = Literal["png", "svg", "pdf"]
 PICTURE = "Format of the figures."
-MAX_PRODUCTS = "At most this many products with matrices: {} (default: as many as needed)."
-OF_RUN = "Name or module:factory (default: as in the run). Required if the run used module:factory."
-LOSS = "cross_entropy, mse, model (the model returns its loss) or module:function (default: {})."
+MAX_PRODUCTS = "Limit on the number of matrix-vector products, kept by {} (default: no limit)."
+OF_RUN = (
+    "a name or module:factory (default: as in the run). Required if the run used module:factory."
+)
+LOSS = "Loss: cross_entropy, mse, model (the model returns it) or module:function (default: {})."
 SET_MODEL = "Option of the model, such as width=32 or hidden=64,32. May be repeated."
 SET_DATA = "Option of the data set, such as file=./story.txt. May be repeated."
 DATA_DIR = "Folder of data sets (default: the environment variable RITZ_DATA)."
@@ -73,8 +75,8 @@ class MeasureOptions(SeedOptions):
     source: Path = option(MISSING, "Folder of a run, or a file of weights.", metavar="RUN",
                           argument=True)
     average: bool = option(False, "Measure the averaged weights.", NETWORK)
-    model: str | None = option(None, OF_RUN, NETWORK, metavar="NAME")
-    data: str | None = option(None, OF_RUN, NETWORK, metavar="NAME")
+    model: str | None = option(None, f"Model: {OF_RUN}", NETWORK, metavar="NAME")
+    data: str | None = option(None, f"Data set: {OF_RUN}", NETWORK, metavar="NAME")
     loss: str | None = option(None, LOSS.format("as in the run"), NETWORK, metavar="NAME")
     set_model: list[str] | None = option(None, SET_MODEL, NETWORK, metavar="KEY=VALUE")
     set_data: list[str] | None = option(None, SET_DATA, NETWORK, metavar="KEY=VALUE")
@@ -90,8 +92,8 @@ class MeasureOptions(SeedOptions):
                                 MACHINE, metavar="NAME")
     out: Path | None = option(None, "Folder for results (default: the folder of the run).", OUTPUT,
                               metavar="FOLDER")
-    save_interval: float = option(30.0, "Seconds between saves of unfinished work.", OUTPUT,
-                                  low=0.0)
+    save_interval: float = option(30.0, "Seconds between saves of unfinished work, from which the "
+                                  "command resumes.", OUTPUT, low=0.0)
     # fmt: on
 
 
@@ -102,8 +104,10 @@ def examples(*lines: str, file: str = "") -> str:
         lines: Commands, and remarks.
         file: Name of a file that the command may write, as an example.
     """
-    names = f"The names of result files contain the options that are not at their defaults: {file}."
-    resuming = "If the command is interrupted, run it again: it resumes from the last save."
+    names = (
+        f"Names of result files contain all options that differ from the defaults, as in {file}."
+    )
+    resuming = "If the command is interrupted, run it again. It resumes from the last save."
     return "\n\n".join(["Examples:", *lines, *([names, resuming] if file else [])])
 
 
@@ -172,9 +176,13 @@ def _parameters(group: Any) -> Iterator[inspect.Parameter]:
             continue
         for other in (key for key in entries if "_" in key):  # help of the library names fields
             text = text.replace(other, "--" + other.replace("_", "-"))
-        # Typer shows choices beside the name, where four of them leave no room for the text.
-        if get_origin(kind) is Literal:
-            text, metavar = f"{text} Choices: {', '.join(get_args(kind))}.", "NAME"
+        # Typer shows choices beside the name, where four of them leave no room for the text. An
+        # option without a default has the type Literal[...] | None.
+        literal = next(
+            (part for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None
+        )
+        if literal is not None:
+            text, metavar = f"{text} Choices: {', '.join(get_args(literal))}.", "NAME"
         shown: Any = {"help": text, "metavar": metavar, "rich_help_panel": known["panel"]}
         shown["show_choices"] = False  # they are in the text
         argument = known.get("argument")
@@ -208,30 +216,3 @@ def split_sizes(option: str, text: str | None) -> list[int] | None:
         return None if text is None else [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} takes whole numbers such as 8,64, got {text!r}") from None
-
-
-def print_result(
-    result: Any, files: Iterable[Path] = (), *, as_json: bool, text: str | None = None
-) -> None:
-    """Print a result and the names of its files, as text or as ``{"result": ..., "files": ...}``.
-
-    Args:
-        result: Any result, or several by name.
-        files: Files that were written.
-        as_json: Print JSON.
-        text: Text to print instead of ``str(result)``.
-    """
-    from ritz._core.storage import to_json
-
-    # JSON has no paths.
-    names = [str(file) for file in files]
-    if as_json:
-        typer.echo(to_json({"result": result, "files": names}, indent=2))
-        return
-    # One result needs no title.
-    if text is None and isinstance(result, Mapping):
-        one = len(result) == 1
-        text = "\n\n".join(f"{part}" if one else f"{name}\n{part}" for name, part in result.items())
-    text = str(result) if text is None else text
-    written = f"written: {', '.join(names)}" if names else ""
-    typer.echo("\n\n".join(filter(None, (text, written))))

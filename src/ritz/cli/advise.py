@@ -25,9 +25,10 @@ class Options(shared.MeasureOptions):
     batch_sizes: str | None = option(None, "Batch sizes, such as 8,64 (default: 8,32,128,512).")
     optimizer: Update | None = option(None, "Optimiser to advise on (default: that of the run).")
     momentum: float | None = option(None, "Momentum (default: as in the run).", low=0.0, high=1.0)
-    verify: bool = option(False, "Check the learning rates by short trainings of a copy.")
-    max_products: int | None = option(None, "At most this many products with the matrix (default: "
-                                      "as many as needed).", low=1)
+    verify: bool = option(False, "Check the learning rates by short trainings of a copy of the "
+                          "network.")
+    max_products: int | None = option(None, "Limit on the number of matrix-vector products "
+                                      "(default: no limit).", low=1)
     split: shared.Split = option("train", shared.SPLIT)
     picture: shared.Picture = option("png", shared.PICTURE, shared.OUTPUT, free=True)
     # fmt: on
@@ -36,7 +37,7 @@ class Options(shared.MeasureOptions):
 def command(options: Options) -> None:
     """Advise on batch size, learning rate and damping for a trained network."""
     from ritz import measures
-    from ritz.cli._session import measurement
+    from ritz.cli._measurement import measurement
     from ritz.training._shared import advised_settings
 
     sizes = shared.split_sizes("--batch-sizes", options.batch_sizes)

@@ -8,7 +8,8 @@ from typing import Any
 import typer
 
 import ritz
-from ritz.cli._options import SeedOptions, examples, option, print_result
+from ritz.cli._options import SeedOptions, examples, option
+from ritz.cli._output import print_result
 
 EPILOG = examples(
     "ritz demo",
@@ -24,7 +25,7 @@ class Options(SeedOptions):
 
     out: Path = option(Path("out/demo"), "Folder for results and figures.", metavar="FOLDER")
     quick: bool = option(
-        False, "Use one batch and few Lanczos steps, as a test. The results mean nothing."
+        False, "Use one batch and few Lanczos steps, to test the installation. Ignore the numbers."
     )
     device: str = option("cpu", "Device, such as cpu or cuda:1.", metavar="NAME")
 
@@ -33,7 +34,8 @@ def command(options: Options) -> None:
     """Train a small network on digits, and measure its spectra, sharpness and loss landscape."""
     import torch
 
-    from ritz.cli._session import default_device, writing
+    from ritz.cli._factories import default_device
+    from ritz.cli._output import writing
     from ritz.studies import digits
 
     settings: Any = digits.QUICK if options.quick else {}

@@ -9,7 +9,8 @@ import typer
 
 import ritz
 from ritz._core.checks import check_range
-from ritz.cli._options import OUTPUT, SeedOptions, flatten_options, option, print_result
+from ritz.cli._options import OUTPUT, SeedOptions, flatten_options, option
+from ritz.cli._output import print_result
 
 if TYPE_CHECKING:
     from ritz.graphs import ClusterCount, Graph

@@ -10,7 +10,7 @@ from ritz.cli._options import option
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ritz.cli._session import Measurement
+    from ritz.cli._measurement import Measurement
     from ritz.curvature import Risk
 
 KINDS = (
@@ -33,15 +33,15 @@ class Options(shared.MeasureOptions):
     directions: Literal["ritz", "random", "filter"] = option("ritz", KINDS, free=True)
     plane: bool = option(False, "Also measure the plane of the first two directions.", free=True)
     batch_norm: Literal["eval", "train", "recomputed"] = option("eval", shared.MODE, free=True)
-    steps: int = option(30, "Lanczos steps for the Ritz vectors.", low=2)
+    steps: int = option(30, "Number of Lanczos steps for the Ritz vectors.", low=2)
     distance: float = option(
         1.0, "Largest distance from the trained weights, in multiples of the direction."
     )
     points: int = option(21, "Number of points per line. A plane has points x points.", low=2)
     max_products: int | None = option(
         None,
-        "At most this many products and evaluations of the loss: fewer steps, then fewer "
-        "points (default: as many as needed).",
+        "Limit on the number of products and evaluations of the loss, kept by fewer steps, then "
+        "fewer points (default: no limit).",
         low=1,
     )
     picture: shared.Picture = option("png", shared.PICTURE, shared.OUTPUT, free=True)
@@ -50,7 +50,7 @@ class Options(shared.MeasureOptions):
 def command(options: Options) -> None:
     """Measure loss and accuracy along directions from trained weights, and draw them."""
     from ritz import measures
-    from ritz.cli._session import measurement
+    from ritz.cli._measurement import measurement
 
     check_positive("--distance", options.distance)
     leading = ("directions", "batch_norm")
@@ -59,7 +59,7 @@ def command(options: Options) -> None:
         options = _within(options, risk.space.size)
         session.announce(risk, products=_steps(options), evaluations=_evaluations(options))
         vectors = _directions(session, risk, options)
-        # All test data, whatever --samples: the test loss needs no products, so it is cheap.
+        # All test data, even with --samples: the test loss needs no products, so it is cheap.
         grid: Any = {
             "distance": options.distance,
             "num_points": options.points,
@@ -99,7 +99,7 @@ def _within(options: Options, size: int) -> Options:
     options = replace(options, steps=min(options.steps, size))
     if options.max_products is None:
         return options
-    # Steps find the directions, points show what is there: at most a third goes into steps.
+    # At most a third of the budget goes into the Lanczos steps, and the rest into points.
     smaller = replace(options, steps=min(options.steps, max(2, options.max_products // 3)))
     while _steps(smaller) + _evaluations(smaller) > options.max_products:
         if smaller.points == 2:

@@ -4,7 +4,8 @@ from dataclasses import MISSING, dataclass
 from typing import Literal
 
 import ritz
-from ritz.cli._options import PrintOptions, examples, option, print_result
+from ritz.cli._options import PrintOptions, examples, option
+from ritz.cli._output import print_result
 
 EPILOG = examples("ritz list models", "ritz list optimizers --json")
 

@@ -5,7 +5,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ritz.cli._options import SeedOptions, examples, option, print_result
+from ritz.cli._options import SeedOptions, examples, option
+from ritz.cli._output import print_result
 
 EPILOG = examples(
     "ritz logdet matrix.mtx",

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ritz
-from ritz.cli._options import PrintOptions, examples, option, print_result
+from ritz.cli._options import PrintOptions, examples, option
+from ritz.cli._output import print_result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +54,7 @@ def command(options: Options) -> None:
     logs = [path for path in paths if path.suffix == ".jsonl"]
     # A run that was watched has two pictures.
     parts = _parts(logs, what)
-    # A picture of a log is named after what is drawn, one of a result after its file.
+    # The picture of a log is named after what it shows, that of a result after its file.
     beside = parts[0]
     usual = paths[0].with_name(f"{beside if logs else paths[0].stem}.png")
     target = check_picture(options.out or usual)
@@ -94,7 +95,8 @@ def _more(runs: dict[str, list[dict[str, Any]]], what: str) -> str:
         return ""
     single = [name for name, key in (("curvature", "lambda_max"), ("degeneracy", "ritz_values"))
               if key in names and len(runs) == 1]  # fmt: skip
-    return f"--what NAME draws one of these alone: {', '.join(['curves', *single, *names])}"
+    choices = dict.fromkeys(["curves", *single, *names])
+    return f"--what NAME draws one of these alone: {', '.join(choices)}"
 
 
 def _draw_logs(runs: dict[str, list[dict[str, Any]]], what: str) -> "Figure":

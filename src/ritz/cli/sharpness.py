@@ -7,7 +7,7 @@ from ritz.cli import _options as shared
 from ritz.cli._options import option
 
 if TYPE_CHECKING:
-    from ritz.cli._session import Measurement
+    from ritz.cli._measurement import Measurement
 
 EPILOG = shared.examples(
     "ritz sharpness runs/digits",
@@ -25,9 +25,10 @@ class Options(shared.MeasureOptions):
     batch_norm: shared.Modes = option("both", shared.MODES, free=True)
     # fmt: off
     split: shared.Split = option("train", shared.SPLIT)
-    steps: int | None = option(None, "Lanczos steps per probe (default: 100).", low=1)
-    calibrated: bool = option(False, "Measure the largest eigenvalue alone, comparable between "
-                              "runs: batch norm folded, outputs calibrated on held-out data.",
+    steps: int | None = option(None, "Number of Lanczos steps per probe (default: 100).", low=1)
+    calibrated: bool = option(False, "Measure only the largest eigenvalue, comparable between "
+                              "runs: batch norm is folded into the weights, and the "
+                              "temperature of the outputs is fitted to held-out data.",
                               free=True)
     probes: int = option(8, "Number of random probes. More probes give smaller error bars.", low=1)
     max_products: int | None = option(
@@ -36,9 +37,9 @@ class Options(shared.MeasureOptions):
 
 
 def command(options: Options) -> None:
-    """Measure sharpness: spectral and Frobenius norm, trace, negative and near-zero eigenvalues."""
+    """Measure sharpness: norms, trace, and fractions of negative and near-zero eigenvalues."""
     from ritz import measures
-    from ritz.cli._session import measurement
+    from ritz.cli._measurement import measurement
 
     with measurement(options) as session:
         if options.calibrated:

@@ -33,7 +33,9 @@ class Options(shared.MeasureOptions):
     matrix: shared.Matrix = option("hessian", shared.MATRIX, free=True)
     batch_norm: shared.Modes = option("eval", shared.MODES, free=True)
     split: shared.Split = option("train", shared.SPLIT)
-    steps: int = option(100, "Lanczos steps. Each takes one product with the matrix.", low=1)
+    steps: int = option(
+        100, "Number of Lanczos steps. Each takes one product with the matrix.", low=1
+    )
     max_products: int | None = option(
         None, shared.MAX_PRODUCTS.format("fewer steps for each spectrum"), low=1
     )
@@ -43,7 +45,7 @@ class Options(shared.MeasureOptions):
 
 def command(options: Options) -> None:
     """Compute the spectrum of the curvature of a trained network, or of a matrix in a file."""
-    from ritz.cli._session import measurement
+    from ritz.cli._measurement import measurement
     from ritz.curvature import curvature_operator
     from ritz.operators._shared import MATRIX_FILES
     from ritz.spectra import lanczos
@@ -81,7 +83,7 @@ def command(options: Options) -> None:
 
 def _of_matrix(options: Options) -> None:
     """Compute the spectrum of the symmetric matrix of a file."""
-    from ritz.cli._session import MatrixSession, saving
+    from ritz.cli._measurement import MatrixSession, saving
     from ritz.operators import read_matrix
     from ritz.spectra import lanczos
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 import ritz
-from ritz.cli._options import SeedOptions, examples, option, print_result, split_settings
+from ritz.cli._options import SeedOptions, examples, option, split_settings
+from ritz.cli._output import print_result
 
 EPILOG = examples(
     "ritz study synthetic_spectra --set size=2000 --set network_steps=5,15",
@@ -26,8 +27,8 @@ class Options(SeedOptions):
     )
     size: Literal["smoke", "small", "paper"] = option(
         "small",
-        "smoke takes seconds, small minutes on two cores; paper is as published and may "
-        "need a GPU for hours. Not every study has all sizes.",
+        "Size of the study. smoke takes seconds, and small takes minutes on two cores; paper is as "
+        "published and may need a GPU for hours. Not every study has all sizes.",
     )
     settings: list[str] | None = option(None, SETTING, flags="--set", metavar="KEY=VALUE")
     out: Path | None = option(
@@ -37,7 +38,7 @@ class Options(SeedOptions):
 
 def command(options: Options) -> None:
     """Reproduce a published table or figure, and write the result and its figure."""
-    from ritz.cli._session import writing
+    from ritz.cli._output import writing
 
     study = ritz.studies.find(options.name)
     # --set seed=... wins over --seed.

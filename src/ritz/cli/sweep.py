@@ -13,6 +13,7 @@ from ritz._core.training_config import TrainingConfig
 from ritz.cli import _options as shared
 from ritz.cli import train
 from ritz.cli._options import OUTPUT, option
+from ritz.cli._output import print_result
 
 if TYPE_CHECKING:
     from ritz._core.progress import Progress
@@ -45,7 +46,7 @@ class Options(train.Options):
                                     metavar="NAME=VALUE,...")
     seeds: str = option("3", "Number of seeds, counted from --seed on, or a list such as 0,5,7.",
                         SWEEP, metavar="N")
-    jobs: int | None = option(None, "Largest number of runs at once; fewer run if memory is short "
+    jobs: int | None = option(None, "Maximum number of runs at once; fewer run if memory is short "
                               "(default: the number of cores; on a GPU 1).", SWEEP, low=1)
     metric: str | None = option(None, "Metric to compare by, such as test_loss (default: accuracy "
                                 "or loss on validation data, or else on test data).", SWEEP,
@@ -57,7 +58,8 @@ class Options(train.Options):
 
 def command(options: Options, training: TrainingConfig) -> None:
     """Train with all combinations of some options and seeds; write a table and a picture."""
-    from ritz.cli._session import default_device, writing
+    from ritz.cli._factories import default_device
+    from ritz.cli._output import writing
     from ritz.training._shared import WEIGHTS, available_cores, plan_sweep, run_plan
 
     config = train.run_config(options, training)
@@ -73,12 +75,12 @@ def command(options: Options, training: TrainingConfig) -> None:
         if not options.json:
             # A run that has ended has weights, and is not trained again.
             done = sum((folder / point.name / WEIGHTS).is_file() for point in plan.points)
-            typer.echo(f"{plan}; {done} have ended; at most {jobs} at once", err=True)
+            typer.echo(f"{plan}; {done} done before; up to {jobs} at once", err=True)
         result = run_plan(
             plan, run, max_jobs=jobs, metric=options.metric, progress=not options.json
         )
         files = _write(result, folder)
-    shared.print_result(result, files, as_json=options.json)
+    print_result(result, files, as_json=options.json)
     if not result.status.ok:
         typer.echo(f"ritz: {result.status}", err=True)
         raise typer.Exit(1)
@@ -86,7 +88,7 @@ def command(options: Options, training: TrainingConfig) -> None:
 
 def parse_grid(entries: Sequence[str]) -> dict[str, list[Any]]:
     """Return values by name of ``NAME=VALUE,...``; ``[...]`` is a list of values in JSON."""
-    from ritz.cli._targets import parse_settings
+    from ritz.cli._factories import parse_settings
 
     grid: dict[str, list[Any]] = {}
     for entry in entries:
@@ -117,7 +119,7 @@ def parse_grid(entries: Sequence[str]) -> dict[str, list[Any]]:
 def parse_seeds(text: str) -> int | list[int]:
     """Return a number of seeds, or a list of them."""
     seeds = shared.split_sizes("--seeds", text) or []
-    # A comma makes a list: 3 is a number of seeds, and 0,5,7 are the seeds themselves.
+    # 3 is a number of seeds. With a comma, as in 0,5,7, these are the seeds themselves.
     return seeds if "," in text else seeds[0]
 
 
@@ -146,7 +148,7 @@ def _write(result: Any, folder: Path) -> list[Path]:
     import ritz
 
     ritz.save(result, folder / RESULT)
-    # The picture shows the metric, and there is none if no run has ended.
+    # Without a run that has ended there is no metric to draw.
     if find_spec("matplotlib") is None or not result.metric:
         return [folder / RESULT]
     return [folder / RESULT, ritz.plots.save_figure(ritz.plots.plot(result), folder / PICTURE)]

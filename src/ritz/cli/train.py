@@ -12,6 +12,7 @@ from ritz._core.registry import suggest
 from ritz._core.training_config import RATE, TrainingConfig
 from ritz.cli import _options as shared
 from ritz.cli._options import NETWORK, OUTPUT, option
+from ritz.cli._output import print_result
 
 if TYPE_CHECKING:
     from ritz._core.progress import Progress
@@ -32,7 +33,7 @@ EPILOG = shared.examples(
     "If the command is interrupted, run it again. It resumes from the last checkpoint.",
 )
 # Panel of --help.
-WATCHING = "Watching"
+WATCHING = "Curvature during training"
 # Options that need --watch.
 WATCHED = ("quantity", "watch_matrix", "watch_batch_norm", "watch_samples", "watch_steps")
 
@@ -42,9 +43,9 @@ class Options(shared.PrintOptions):
     """Options of the command that are not options of training."""
 
     # fmt: off
-    model: str = option(MISSING, "Name (ritz list models) or module:factory.", NETWORK,
+    model: str = option(MISSING, "Model: a name (ritz list models) or module:factory.", NETWORK,
                         metavar="NAME")
-    data: str = option(MISSING, "Name (ritz list datasets) or module:factory.", NETWORK,
+    data: str = option(MISSING, "Data set: a name (ritz list datasets) or module:factory.", NETWORK,
                        metavar="NAME")
     preset: str | None = option(None, "Published setting (ritz list optimizers) with its schedule, "
                                 "epochs, batch size and so on. Other options take precedence.",
@@ -61,21 +62,21 @@ class Options(shared.PrintOptions):
     set_model: list[str] | None = option(None, shared.SET_MODEL, NETWORK, metavar="KEY=VALUE")
     set_data: list[str] | None = option(None, shared.SET_DATA, NETWORK, metavar="KEY=VALUE")
     data_dir: Path | None = option(None, shared.DATA_DIR, NETWORK, metavar="FOLDER")
-    watch: int | None = option(None, "Log curvature, gradients and weights every K epochs "
-                               "(default: never).", WATCHING, metavar="K", low=1)
+    watch: int | None = option(None, "Measure and log curvature, gradients and weights every "
+                               "K epochs (default: never).", WATCHING, metavar="K", low=1)
     quantity: list[str] | None = option(
         None, "Quantity to log with --watch (ritz list quantities). May be repeated (default: "
         "lambda_max, weight_norms, gradient_norm, gradient_variance and noise_scale).", WATCHING,
         metavar="NAME")
     watch_matrix: Literal["hessian", "ggn"] = option(
-        "hessian", f"Matrix to watch. {shared.MATRIX}", WATCHING)
+        "hessian", shared.MATRIX, WATCHING)
     watch_batch_norm: Literal["eval", "train", "recomputed"] = option(
-        "eval", f"{shared.MODE} Gradients of single samples need eval or recomputed.", WATCHING)
+        "eval", f"{shared.MODE} Gradients of single samples are not defined with train.", WATCHING)
     watch_samples: int | None = option(None, "Number of samples to watch; of a text, tokens "
                                        "(default: 1024; 512 for more than a million parameters).",
                                        WATCHING, low=2)
-    watch_steps: int = option(20, "Lanczos steps of a spectrum; a search for eigenvalues takes at "
-                              "most ten times as many at first.", WATCHING, low=1)
+    watch_steps: int = option(20, "Number of Lanczos steps of a spectrum. The first search for an "
+                              "eigenvalue takes at most ten times as many.", WATCHING, low=1)
     # fmt: on
 
 
@@ -88,7 +89,7 @@ def command(options: Options, training: TrainingConfig) -> None:
     )
     if int(os.environ.get("RANK", "0")):
         return  # the first process of torchrun prints
-    shared.print_result(result, run_files(options.out), as_json=options.json)
+    print_result(result, run_files(options.out), as_json=options.json)
     # A run that diverged or was interrupted has printed its result, and still fails.
     if not result.status.ok:
         typer.echo(f"ritz: {result.status}", err=True)
@@ -123,7 +124,7 @@ def watching(options: Options) -> dict[str, Any]:
 
 def run_config(options: Options, training: TrainingConfig) -> "RunConfig":
     """Return the configuration of a run."""
-    from ritz.cli._targets import parse_settings
+    from ritz.cli._factories import parse_settings
     from ritz.training._shared import RunConfig
 
     return RunConfig(
@@ -142,8 +143,14 @@ def train_one(
     config: "RunConfig", out: Path, *, progress: "bool | Progress", **watch: Any
 ) -> "TrainingResult":
     """Train the network of a configuration into a folder."""
-    from ritz.cli._session import default_device, explain_mismatch, writing
-    from ritz.cli._targets import loss_function, make_data, make_model
+    from ritz.cli._factories import (
+        default_device,
+        explain_mismatch,
+        loss_function,
+        make_data,
+        make_model,
+    )
+    from ritz.cli._output import writing
     from ritz.training._shared import train_run
 
     device = default_device(config.training.device)
@@ -162,7 +169,7 @@ def train_one(
 
 def _optimizer_settings(options: Options) -> dict[str, Any]:
     """Return keyword arguments of the optimiser; refuse those with which it would diverge."""
-    from ritz.cli._targets import parse_settings
+    from ritz.cli._factories import parse_settings
 
     others = parse_settings("--set", options.settings)
     named = {"lr": ("--lr", options.lr), "weight_decay": ("--weight-decay", options.weight_decay)}

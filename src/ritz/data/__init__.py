@@ -1,6 +1,6 @@
 """Data sets by name: images stored as bytes on a device, and texts as tokens."""
 
-from ritz.data import _image_sets  # noqa: F401  (it registers data sets)
+from ritz.data import _cifar, _image_sets, _text_sets  # noqa: F401  (they register readers)
 from ritz.data._catalogue import available, describe, load
 from ritz.data._files import DataError
 from ritz.data._images import Augmentation, ImageData, Split

@@ -1,16 +1,19 @@
-"""Data sets by name."""
+"""Data sets by name: ``load``, and the registry of the functions that read them."""
 
 import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ritz._core.checks import check_device
-from ritz.data._files import DATASETS
+from ritz._core.registry import Registry
 from ritz.data._images import ImageData
 from ritz.data._texts import TextData
+
+DATASETS = Registry[Callable[..., Any]]("data set")
 
 
 def load(

@@ -1,15 +1,18 @@
-"""The registry of data sets, and their files: where they are, and reading within limits."""
+"""Files of data sets: where they are, and how they are opened and read, within limits."""
 
 import gzip
+import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
-from ritz._core.registry import Registry
+import numpy as np
+import torch
+from torch import Tensor
 
-DATASETS = Registry[Callable[..., Any]]("data set")
+LIMIT = 2**29  # bytes of one decompressed file: the largest, of ImageNet-32, has 394 million
 CHUNK = 2**24  # bytes read at a time, so that a short file with a large header costs no more
 
 
@@ -99,3 +102,31 @@ def read_whole(path: Path, *, limit: int) -> bytearray:
     if len(content) > limit:
         raise DataError(f"{path} is too large for a file of this data set: more than {limit} bytes")
     return content
+
+
+# Formats that hold pixels only. Others can refer to programs or files.
+FORMATS = {
+    ".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".bmp": "BMP", ".gif": "GIF",
+    ".webp": "WEBP", ".ppm": "PPM", ".pgm": "PPM", ".tif": "TIFF", ".tiff": "TIFF",
+}  # fmt: skip
+
+
+def read_image(path: Path, size: int | None, mode: str) -> Tensor:
+    """Return the bytes ``(c, h, w)`` of an image file, cropped and resized to ``size``."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ImportError("reading files of images needs Pillow: pip install Pillow") from error
+    bombs = (Image.DecompressionBombWarning, Image.DecompressionBombError)
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns above 89 million pixels, and raises above twice as many.
+            warnings.simplefilter("error", bombs[0])
+            with Image.open(path, formats=[FORMATS[path.suffix.lower()]]) as image:
+                pixels = image.convert(mode)
+    except (OSError, SyntaxError, ValueError, *bombs) as error:
+        raise DataError(f"{path} is not an image that can be read: {error}") from error
+    if size is not None:
+        pixels = ImageOps.fit(pixels, (size, size))  # the central square, resampled
+    array = np.array(pixels, dtype=np.uint8)
+    return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1)

@@ -208,13 +208,14 @@ def sharpness(
     run = partial(lanczos_block, num_steps=num_steps, group=risk.group, save_interval=save_interval)
     rows, summaries, seed = [], {}, generator.initial_seed()
     total = num_rows * num_steps * num_probes
-    with tracking(progress, "products of sharpness", total) as bar:
+    with tracking(progress, "sharpness", total) as bar:
         stages = Stages(bar)
         for mode, centre in centres:
             summaries[mode or ""] = _summary(parts, centre, mode)
             for name in matrices:
                 row = _row(parts, operator(centre, name), run, start, stages, name, mode, seed)
                 rows.append(row if spent is None else replace(row, status=spent))
+        stages.close()
     return Sharpness(
         rows=tuple(rows),
         summaries=summaries,

@@ -7,15 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ritz.models._catalogue import (
-    ACTIVATIONS,
-    Shape,
-    check_image,
-    draw_by_fan_in,
-    fill,
-    normal,
-    register,
-)
+from ritz.models._catalogue import ACTIVATIONS, Shape, check_image, register
+from ritz.models._initial_weights import draw_by_fan_in, fill, normal
 
 # ------------------------------------------------------------------------------------------
 # Logistic regression and perceptrons.

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ritz.models._catalogue import (
-    Shape,
-    draw_layer,
-    dropout_layer,
-    fill,
-    normal,
-    register,
-    uniform,
-)
+from ritz.models._catalogue import Shape, dropout_layer, register
+from ritz.models._initial_weights import draw_layer, fill, normal, uniform
 
 # ------------------------------------------------------------------------------------------
 # A recurrent language model with the regularisers of AWD-LSTM.

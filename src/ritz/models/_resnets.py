@@ -10,15 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ritz._core.checks import check_choice
-from ritz.models._catalogue import (
-    Shape,
-    check_image,
-    draw_weights,
-    dropout_layer,
-    fill,
-    normal,
-    register,
-)
+from ritz.models._catalogue import Shape, check_image, dropout_layer, register
+from ritz.models._initial_weights import draw_weights, fill, normal
 
 # ------------------------------------------------------------------------------------------
 # Residual blocks, and networks made of them. The names of layers are those of published weights.

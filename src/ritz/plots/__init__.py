@@ -8,15 +8,16 @@ batch sizes (``batch_scaling``, ``advice``). ``panels`` makes a figure, and ``sa
 it.
 """
 
-from ritz.plots import _batches, _sweeps  # noqa: F401  (they register plots)
+from ritz.plots import _networks, _sweeps  # noqa: F401  (they register plots)
 from ritz.plots._advice import advice
+from ritz.plots._batches import batch_scaling
 from ritz.plots._graphs import similarity
-from ritz.plots._networks import landscape, landscape2d
+from ritz.plots._landscapes import landscape, landscape2d
+from ritz.plots._monitors import curvature_over_time, degeneracy, watched
 from ritz.plots._plot import plot, save_figure
 from ritz.plots._spectra import against_exact, density, over_histogram, spectra, spectrum
 from ritz.plots._style import panels
-from ritz.plots._training import batch_scaling, curvature_over_time, degeneracy, training_curves
-from ritz.plots._watched import watched
+from ritz.plots._training import training_curves
 
 __all__ = [
     "advice",

@@ -49,7 +49,7 @@ def _draw_curvature(ax: "Axes", advice: Advice) -> None:
     value, spread = as_array(best.value.mean), as_array(best.spread.mean)
     low = np.maximum(value - spread, 0.5 * value)  # a band to zero has no place on a log scale
     style.band(ax, np.array(sizes, dtype=np.float64), low, value + spread)
-    _bars(ax, sizes, best.value, 0, r"predicted, with spread")
+    _bars(ax, sizes, best.value, 0, "predicted mean; band: spread of batches")
     others = {
         "directional": prediction.directional,
         "additive": prediction.additive,
@@ -59,9 +59,14 @@ def _draw_curvature(ax: "Axes", advice: Advice) -> None:
         if np.isfinite(as_array(curve.value.mean)).any():
             colour = style.series_look(index)[0]
             prediction_line(ax, prediction, name, as_array(curve.value.mean), colour)
-    ax.axhline(float(prediction.lambda_max), linestyle=":", label="all data", **style.REFERENCE)
+    ax.axhline(
+        float(prediction.lambda_max),
+        linestyle=":",
+        label=r"$\lambda_1$ of all data",
+        **style.REFERENCE,
+    )
     ax.set_ylabel(r"largest eigenvalue $\lambda_1$ of a batch")
-    style.set_title(ax, style.result_title(prediction))
+    style.set_title(ax, f"{style.result_title(prediction)} of mini-batches")
 
 
 def _draw_rates(ax: "Axes", advice: Advice) -> None:

@@ -1,10 +1,12 @@
-"""Plots of mini-batches: predicted curvature, the edge of the bulk, and the gradient."""
+"""Plots of mini-batches: quantities over batch sizes, the edge of the bulk, the gradient."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ritz.measures import BatchPrediction, BulkEdge, GradientOverlap
+from ritz.plots import _series as arrays
 from ritz.plots import _style as style
 from ritz.plots._plot import draw, plot
 from ritz.plots._series import as_array
@@ -14,6 +16,50 @@ from ritz.plots._style import STYLE, Axes, Figure
 OTHERS = ("directional", "additive", "multiplicative")
 # Panels of a prediction: quantity and label.
 PANELS = {"value": r"largest eigenvalue $\lambda_1$ of a batch", "overlap": "overlap"}
+
+
+# ------------------------------------------------------------------------------------------
+# Quantities over batch sizes.
+
+
+def batch_scaling(
+    batch_sizes: Sequence[int],
+    measured: Mapping[str, Sequence[arrays.Number]],
+    *,
+    predicted: Mapping[str, Sequence[arrays.Number]] | None = None,
+    quantity: str = "largest eigenvalue",
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draw quantities over batch sizes on logarithmic scales, and return the axes.
+
+    Args:
+        batch_sizes: Batch sizes in samples, in any order.
+        measured: Estimates, drawn with two standard errors, or numbers; one per batch size, by
+            name.
+        predicted: Predictions, drawn as lines. A prediction has the colour of the measurement of
+            the same name.
+        quantity: Label of the vertical axis.
+        ax: Axes to draw on. Defaults to a new figure.
+    """
+    arrays.check_named("measured", measured, "names to estimates")
+    ax, predicted = ax or style.panels(width=4.4, height=3.1)[1][0], predicted or {}
+    handles = []
+    for index, name in enumerate(dict.fromkeys((*measured, *predicted))):
+        colour, marker = style.series_look(index)
+        if name in measured:
+            series = arrays.points(batch_sizes, measured[name])
+            handles.append(style.bars(ax, series.x, series.y, yerr=STYLE.sigmas * series.stderr,
+                                     color=colour, fmt=marker, capsize=2, label=name))  # fmt: skip
+        if name in predicted:
+            series = arrays.points(batch_sizes, predicted[name])
+            label = f"{name}, predicted"
+            handles.append(style.line(ax, series.x, series.y, colour, label))
+    style.batch_size_x(ax, batch_sizes)
+    style.log_scale(ax)
+    ax.set_ylabel(quantity)
+    # In the order of drawing: matplotlib would put all lines before all error bars.
+    style.legend(ax, handles=handles)
+    return ax
 
 
 @plot.register(BatchPrediction)
@@ -45,8 +91,15 @@ def _draw_curves(ax: "Axes", result: BatchPrediction, quantity: str) -> None:
         # A band down to zero has no place on a logarithmic scale.
         low = np.maximum(mean - spread, 0.5 * mean)
         style.band(ax, np.array(sizes, dtype=np.float64), low, mean + spread)
-        ax.axhline(float(result.lambda_max), linestyle=":", label="all data", **style.REFERENCE)
-    style.bars(ax, sizes, mean, yerr=error, fmt="o-", linewidth=STYLE.line, label="best, 95 %")
+        ax.axhline(
+            float(result.lambda_max),
+            linestyle=":",
+            label=r"$\lambda_1$ of all data",
+            **style.REFERENCE,
+        )
+    style.bars(
+        ax, sizes, mean, yerr=error, fmt="o-", linewidth=STYLE.line, label="best model ± 95 %"
+    )
 
 
 def prediction_line(
@@ -54,11 +107,15 @@ def prediction_line(
 ) -> None:
     """Draw a prediction over batch sizes: dashed where its model holds, otherwise dotted."""
     trusted = np.array(result.trusted[name])
-    label = None if trusted.any() else f"{name} (does not hold)"
+    label = None if trusted.any() else f"{name} model (does not hold)"
     style.line(ax, result.batch_sizes, values, colour, label, linestyle=":", marker="", alpha=0.6)
     if trusted.any():
         shown = np.where(trusted, values, np.nan)
-        style.line(ax, result.batch_sizes, shown, colour, name, linestyle="--")
+        style.line(ax, result.batch_sizes, shown, colour, f"{name} model", linestyle="--")
+
+
+# ------------------------------------------------------------------------------------------
+# The edge of the bulk, and the overlap of the gradient with eigenvectors.
 
 
 @draw.register(BulkEdge)

@@ -12,6 +12,13 @@ from ritz.plots._plot import draw, plot, with_fields
 from ritz.plots._series import Array, check_drawn
 from ritz.plots._style import STYLE, Axes, Figure
 
+# Labels of the measures of similarity.
+MEASURES = {
+    "symmetric_kl": "symmetric KL divergence",
+    "jensen_shannon": "Jensen-Shannon divergence",
+    "wasserstein": "Wasserstein distance",
+    "heat": "distance of heat traces",
+}
 NEAREST = style.REFERENCE | {"color": STYLE.vermilion}
 
 
@@ -31,8 +38,7 @@ def similarity(
         raise ValueError(f"groups must have a sum of at most {len(names)}, got {groups}")
     side = 1.6 + 0.55 * len(names)
     ax = ax or style.panels(width=side + 0.6, height=side)[1][0]
-    measure = similarity.measure.replace("_", " ").replace("kl", "KL")
-    heat_map(ax, similarity.matrix.numpy(), names=names, label=measure)
+    heat_map(ax, similarity.matrix.numpy(), names=names, label=MEASURES[similarity.measure])
     for place in np.cumsum(groups):
         if place < len(names):
             ax.axhline(place - 0.5, color="white", linewidth=2)
@@ -96,7 +102,7 @@ def _(result: ClusterCount, ax: "Axes") -> None:
     title = f"gap {low:.3g} to {high:.3g}" if np.isfinite(low + high) else ""
     if result.count is None:
         title = result.reason.partition(":")[0]
-    style.finish(ax, r"$\lambda$", r"number of eigenvalues below $\lambda$", title)
+    style.finish(ax, r"eigenvalue $\lambda$", r"number of eigenvalues below $\lambda$", title)
 
 
 # ------------------------------------------------------------------------------------------
@@ -106,6 +112,13 @@ MODELS = {
     "erdos_renyi": "Erdős-Rényi",
     "barabasi_albert": "Barabási-Albert",
     "watts_strogatz": "Watts-Strogatz",
+}
+# Labels of the parameter that is searched, for models whose argument is not a label by itself.
+PARAMETERS = {
+    "erdos_renyi": "edge probability $p$",
+    "barabasi_albert": "edges of a new vertex",
+    "stochastic_block_model": "share of edges between blocks",
+    "watts_strogatz": "rewiring probability $p$",
 }
 
 
@@ -120,9 +133,10 @@ def _(model: Any, ax: "Axes") -> None:
     name = next(iter(model.interval), next(iter(model.parameters), ""))
     if len(x) > 1:
         ax.axvline(model.parameters[name], linestyle="--", label="nearest", **NEAREST)
+        ax.locator_params(axis="x", nbins=5)
     else:
         ax.set_xticks([])
-    ax.set(xlabel=name.replace("_", " "), ylabel="divergence")
+    ax.set(xlabel=PARAMETERS.get(model.model, name.replace("_", " ")), ylabel="divergence")
     style.log_scale(ax, y, [model.typical])
     style.set_title(ax, MODELS.get(model.model, model.model.replace("_", " ")))
 

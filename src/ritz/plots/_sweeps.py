@@ -10,8 +10,9 @@ from ritz.plots._plot import plot, with_fields
 from ritz.plots._style import Axes, Figure
 
 SweepLike = with_fields("grid", "seeds", "metrics", "outcomes")
-MOST_TICKS = 8  # tick labels of numbers that fit beside each other
-PANELS = ("train_loss", "lambda_max")  # beside the metric by which points are compared
+MAX_TICKS = 8  # number of tick labels that fit beside each other
+# Metrics for a second panel, beside the one by which points are compared.
+PANELS = ("train_loss", "lambda_max")
 
 
 @plot.register(SweepLike)
@@ -58,7 +59,7 @@ def _draw_row(ax: "Axes", places: Any, runs: Any, index: int, label: str | None)
     sums = np.where(seen, runs, 0.0).sum(1)
     means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
     order = np.argsort(places)
-    # Hollow, so that the runs are seen through the mean.
+    # Markers of means are hollow, so that the runs behind them are visible.
     style.line(ax, places[order], means[order], colour, label, marker=marker,
                markerfacecolor="none", markersize=7)  # fmt: skip
     x = np.repeat(places, runs.shape[1])
@@ -90,7 +91,7 @@ def _name_places(ax: "Axes", result: Any, along: int | None, places: Any) -> Non
     option, values = list(result.grid.items())[along]
     if _numeric(values) and style.spans_decade(places):
         style.log_scale(ax, name="x")
-    if not _numeric(values) or len(values) <= MOST_TICKS:
+    if not _numeric(values) or len(values) <= MAX_TICKS:
         ax.set_xticks(places, [f"{x:g}" if _numeric(values) else str(x) for x in values])
         ax.tick_params(axis="x", which="minor", bottom=False)
     ax.set_xlabel("learning rate" if option == "lr" else option.replace("_", " "))

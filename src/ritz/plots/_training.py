@@ -1,4 +1,4 @@
-"""Plots of training: loss and accuracy, curvature over time, effects of the batch size."""
+"""Plots of training: loss, accuracy and settings by epoch."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from ritz.measures import Degeneracy
 from ritz.plots import _series as arrays
 from ritz.plots import _style as style
 from ritz.plots._plot import plot, plot_several, with_fields
@@ -139,143 +138,3 @@ def _records(result: Any) -> list[dict[str, Any]]:
             if not np.isnan(value):  # not measured, such as averages before averaging begins
                 record[name] = value
     return records
-
-
-# ------------------------------------------------------------------------------------------
-# Curvature over time.
-
-
-def curvature_over_time(records: Iterable[arrays.Record], *, ax: "Axes | None" = None) -> "Axes":
-    """Draw the largest eigenvalue and the edge of stability over time, and return the axes.
-
-    Steps of SGD diverge along eigenvectors whose eigenvalue is above the edge. There is none in the
-    log of a preconditioned method. The band is the residual of the eigenvalue. The scale is
-    logarithmic if the values span a decade.
-
-    Args:
-        records: Records of a log with a ``CurvatureMonitor`` that measures ``lambda_max``.
-        ax: Axes to draw on. Defaults to a new figure.
-    """
-    ax = ax or style.panels(width=4.4, height=3.1)[1][0]
-    records = list(records)
-    largest = arrays.curvature_points(records, "lambda_max")
-    label = r"largest eigenvalue $\lambda_1$"
-    _draw_line(ax, largest, 0, label, band=(1.0, "residual"))
-    drawn = [largest.y]
-    if any(record.get("threshold") is not None for record in records):
-        bound = arrays.curvature_points(records, "threshold")
-        drawn.append(bound.y)
-        style.line(ax, bound.x, bound.y, STYLE.vermilion, "edge of stability", linestyle="--")
-    style.log_scale(ax, *drawn)
-    _finish_monitor(ax, [largest], "eigenvalue")
-    return ax
-
-
-def degeneracy(
-    degeneracies: Mapping[str, Mapping[float, Degeneracy]] | Iterable[arrays.Record],
-    *,
-    ax: "Axes | None" = None,
-) -> "Axes":
-    """Draw the fraction of eigenvalues near zero for each epoch, and return the axes.
-
-    The band is two standard errors. A log has spectra of one probe, which have no band.
-
-    Args:
-        degeneracies: ``{name: {epoch: Degeneracy}}``, or the records of a log with a
-            ``CurvatureMonitor`` that measures ``spectrum``.
-        ax: Axes to draw on. Defaults to a new figure.
-    """
-    if isinstance(degeneracies, Mapping):
-        for epochs in degeneracies.values():
-            arrays.check_named("degeneracies", epochs, "epochs to degeneracies")
-        series = {str(name): arrays.points(list(epochs), [one.mass for one in epochs.values()])
-                  for name, epochs in degeneracies.items()}  # fmt: skip
-    else:
-        series = {"": arrays.curvature_points(degeneracies, "degeneracy")}
-    ax = ax or style.panels(width=4.4, height=3.1)[1][0]
-    band = (STYLE.sigmas, f"{STYLE.sigmas:g} stderr")
-    for index, (name, one) in enumerate(series.items()):
-        _draw_line(ax, one, index, name, band=band)
-    ax.set_ylim(0, 1.03)
-    _finish_monitor(ax, list(series.values()), "fraction of eigenvalues near 0")
-    return ax
-
-
-@plot_several.register(Mapping)
-def _(first: Mapping[Any, Degeneracy], results: Mapping[Any, Any]) -> "Figure":
-    return cast("Figure", degeneracy(results).figure)
-
-
-@plot_several.register(Degeneracy)
-def _(first: Degeneracy, results: Mapping[Any, Degeneracy]) -> "Figure":
-    if all(isinstance(key, int | float) for key in results):  # by epoch
-        return cast("Figure", degeneracy({"": results}).figure)
-    return plot_several.dispatch(object)(first, results)
-
-
-def _finish_monitor(ax: "Axes", series: Sequence[arrays.Points], ylabel: str) -> None:
-    style.whole_x(ax, np.concatenate([one.x for one in series]))
-    style.finish(ax, series[0].unit, ylabel, style.result_title(series[0]) or None)
-
-
-def _draw_line(
-    ax: "Axes", series: arrays.Points, index: int, label: str, *, band: tuple[float, str]
-) -> None:
-    """Draw points joined by a line, with a band of ``band[0]`` errors, named ``band[1]``."""
-    colour, marker = style.series_look(index)
-    y, error = style.drawable(series.y), style.drawable(band[0] * series.stderr)
-    # NaN where an error is unknown: a gap in the band, since a width of zero would mean exact.
-    known = np.isfinite(y + error)
-    if (error[known] > 0).any():
-        style.band(ax, series.x, y - error, y + error, colour)
-        label = f"{label} ± {band[1]}".lstrip()
-        # A band through one point has no area.
-        if (alone := style.isolated(y + error)).any():
-            ax.errorbar(series.x[alone], y[alone], yerr=error[alone], fmt="none", ecolor=colour,
-                        elinewidth=STYLE.line, capsize=3)  # fmt: skip
-    named = label and np.isfinite(y).any()
-    style.line(ax, series.x, y, colour, label if named else None, marker=marker)
-
-
-# ------------------------------------------------------------------------------------------
-# Effects of the batch size.
-
-
-def batch_scaling(
-    batch_sizes: Sequence[int],
-    measured: Mapping[str, Sequence[arrays.Number]],
-    *,
-    predicted: Mapping[str, Sequence[arrays.Number]] | None = None,
-    quantity: str = "largest eigenvalue",
-    ax: "Axes | None" = None,
-) -> "Axes":
-    """Draw quantities over batch sizes on logarithmic scales, and return the axes.
-
-    Args:
-        batch_sizes: Batch sizes in samples, in any order.
-        measured: Estimates, drawn with two standard errors, or numbers; one per batch size, by
-            name.
-        predicted: Predictions, drawn as lines. A prediction has the colour of the measurement of
-            the same name.
-        quantity: Label of the vertical axis.
-        ax: Axes to draw on. Defaults to a new figure.
-    """
-    arrays.check_named("measured", measured, "names to estimates")
-    ax, predicted = ax or style.panels(width=4.4, height=3.1)[1][0], predicted or {}
-    handles = []
-    for index, name in enumerate(dict.fromkeys((*measured, *predicted))):
-        colour, marker = style.series_look(index)
-        if name in measured:
-            series = arrays.points(batch_sizes, measured[name])
-            handles.append(style.bars(ax, series.x, series.y, yerr=STYLE.sigmas * series.stderr,
-                                     color=colour, fmt=marker, capsize=2, label=name))  # fmt: skip
-        if name in predicted:
-            series = arrays.points(batch_sizes, predicted[name])
-            label = f"{name}, predicted"
-            handles.append(style.line(ax, series.x, series.y, colour, label))
-    style.batch_size_x(ax, batch_sizes)
-    style.log_scale(ax)
-    ax.set_ylabel(quantity)
-    # In the order of drawing: matplotlib would put all lines before all error bars.
-    style.legend(ax, handles=handles)
-    return ax

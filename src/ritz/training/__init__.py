@@ -1,20 +1,21 @@
 """Training: a loop that resumes bit for bit, its log and checkpoints, monitors and sweeps.
 
-``LightningCallback`` and ``TrainerCallback`` (Hugging Face) need these libraries, and import them
-when they are first used.
+``LightningCallback`` needs Lightning, and ``TrainerCallback`` needs the transformers library of
+Hugging Face. Each library is imported when its callback is first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ritz._core.training_config import TrainingConfig
-from ritz.training._files import CheckpointError, read_log
+from ritz.training._checkpoint import CheckpointError
+from ritz.training._evaluate import evaluate
 from ritz.training._fit import fit
+from ritz.training._log import read_log
 from ritz.training._monitor import CurvatureMonitor
 from ritz.training._optimizers import optimizer_names, preset_config, register_optimizer
 from ritz.training._quantities import quantity_names, register_quantity
 from ritz.training._result import TrainingResult
-from ritz.training._step import evaluate
 from ritz.training._sweep import SweepResult, sweep
 from ritz.training._weights import load_weights, read_weights, save_weights
 from ritz.training._writers import MlflowWriter, WandbWriter, scalars
@@ -46,7 +47,7 @@ __all__ = [
     "sweep",
 ]
 
-# Not in __all__: without the library, the name cannot be imported.
+# Not in __all__, because `from ritz.training import *` would fail without these libraries.
 _OPTIONAL = {"LightningCallback": "_lightning", "TrainerCallback": "_transformers"}
 
 if not TYPE_CHECKING:

@@ -15,7 +15,8 @@ from ritz._core.batches import tensors
 from ritz._core.distributed import world_size
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
-from ritz.training._step import Piece, Step, nested
+from ritz.training._optimizers import nested
+from ritz.training._step import Piece, Step
 
 Signature = tuple[Any, ...]
 
@@ -25,34 +26,36 @@ def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.devi
     inner = nested(optimizer)[-1]
     if config.capture and config.random_segments:
         raise ValueError("capture must be False with random_segments, whose batches differ in size")
-    # All that changes between two steps must be on the device.
-    stays = all(p.is_cuda for p in parameters(inner)) and all(
+    # A graph can only read and write memory of the device, including the learning rate.
+    on_device = all(p.is_cuda for p in parameters(inner)) and all(
         isinstance(rate := group.get("lr"), Tensor)
         and rate.is_cuda
         and (group.get("capturable") or (isinstance(inner, SGD) and group["fused"]))
         for group in inner.param_groups
     )
     # The gradient scaler of float16 reads from the device whether to skip the step.
-    single = device.type == "cuda" and world_size() == 1 and config.precision != "float16"
-    if config.capture and not (single and stays):
+    single_process = device.type == "cuda" and world_size() == 1 and config.precision != "float16"
+    if config.capture and not (single_process and on_device):
         raise ValueError(
             "capture=True needs a CUDA device, a single process, a precision other than float16 "
             "and an optimiser with capturable=True (SGD: fused=True) and lr as a CUDA tensor, got "
             f"{type(optimizer).__name__} on {device} in {config.precision}"
         )
-    return single and stays and config.capture is not False and not config.random_segments
+    possible = single_process and on_device and not config.random_segments
+    return possible and config.capture is not False
 
 
 @final
 class CapturedStep:
     """A step that is replayed from a CUDA graph after a few ordinary steps.
 
-    The first steps of each shape are ordinary ones on the stream that records. So nothing is
-    computed twice, and the weights are those of ordinary steps. The hooks of the optimiser, and
-    with them averages and Lookahead, run before and after each replay.
+    The first three steps with each shape of batch run as usual, on the stream that later records
+    the graph. Recording does not repeat a step, so the weights are those of a run without graphs.
+    The hooks of the optimiser run before and after each replay. Averages and Lookahead are such
+    hooks.
 
     Args:
-        step: A step whose optimiser keeps all that changes on the device.
+        step: The step to record. Everything that changes between two steps must be on the device.
         required: Raise, instead of warning, if the step cannot be recorded.
     """
 
@@ -84,14 +87,14 @@ class CapturedStep:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _record(self, pieces: Sequence[Piece], key: Signature) -> bool:
-        """Record the step; return False if it is too early or not possible."""
+        """Record the step; return whether it was recorded."""
         self._seen[key] += 1
         # Three ordinary steps before a recording fill the state of the optimiser and choose
         # algorithms, as in torch's recipe for capturing a training step. Two graphs: the usual
         # batch, and the smaller one at the end of an epoch.
         if self._failed or self._seen[key] <= 3 or len(self._graphs) >= 2:
             return False
-        # The graph reads batches and shares from these copies; a state stays where it is.
+        # The graph reads batches and shares from these copies. A recurrent state is not copied.
         copies = [tree_map_only(Tensor, torch.clone, piece[:2]) for piece in pieces]
         static = [Piece._make((*copy, *x[2:])) for copy, x in zip(copies, pieces, strict=True)]
         graph = torch.cuda.CUDAGraph()
@@ -114,7 +117,7 @@ class CapturedStep:
 
 
 def _signature(pieces: Sequence[Piece]) -> Signature:
-    # A graph can be replayed for the same shapes and dtypes, and the same numbers of Python.
+    # A graph can be replayed if shapes and dtypes agree, and all numbers that are not tensors.
     leaves, shape = tree_flatten([tuple(piece) for piece in pieces])
     return (
         str(shape),
@@ -130,7 +133,7 @@ def _inputs(pieces: Sequence[Piece]) -> list[Tensor]:
 def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
     with ExitStack() as stack:
         for one in nested(optimizer):
-            # Averages and Lookahead count steps on the host, which a recording would do only once.
+            # Averages and Lookahead count steps on the host. A replay would not repeat that.
             for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
                 stack.callback(setattr, one, name, getattr(one, name))
                 setattr(one, name, OrderedDict())

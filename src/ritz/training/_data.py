@@ -130,8 +130,8 @@ class Feed:
         self.ready = _in_memory(source)
         # Whether the rows of a batch continue those of the batch before, as in a text.
         self.consecutive = bool(getattr(source, "consecutive", False))
-        # Whether a loader has persistent workers, which draw their seed in the first epoch only.
-        self.keeps_workers = bool(getattr(source, "persistent_workers", False))
+        # Persistent workers of a loader draw their seeds in the first epoch only.
+        self.has_persistent_workers = bool(getattr(source, "persistent_workers", False))
         if is_tensors(source):
             common_rows(source, name)
             for index, part in enumerate(source):
@@ -156,16 +156,19 @@ class Feed:
                 f"random_segments needs a text, such as data.load returns, got {name} of "
                 f"{type(source).__name__}"
             )
-        self._counts: dict[tuple[int, int], int | None] = {}  # of batches, by size and epoch
-        # With drop_last, the number of full batches of an epoch, by batch size.
-        self._wholes = {n: self._num_whole_batches(n) for n in self._all_sizes() if self.drop_last}
+        # Numbers of batches, by batch size and epoch.
+        self._counts: dict[tuple[int, int], int | None] = {}
+        # Numbers of full batches per epoch, by batch size; empty without drop_last.
+        self._full_batches = {
+            n: self._num_whole_batches(n) for n in self._all_sizes() if self.drop_last
+        }
 
     def _all_sizes(self) -> list[int]:
         return [size for _, size in self.sizes] or [self.batch_size or 1]
 
     def _size_in(self, number: int) -> int:
         """Return the batch size of an epoch, counted from one."""
-        # A size holds from the epoch after `start` on. Epoch 0, an evaluation, is like the first.
+        # A size applies to all epochs after `start`. Epoch 0 stands for an evaluation.
         past = [size for start, size in self.sizes if start < max(1, number)]
         return past[-1] if past else self._all_sizes()[0]
 
@@ -178,7 +181,7 @@ class Feed:
 
     def _num_whole_batches(self, size: int) -> int:
         count = _length(self.source) if self.cuts else None
-        # The length of a text is not a number of samples: then the numbers of batches differ.
+        # Texts are refused: their length is a number of tokens, not of samples.
         if not count or _length(self.source.batches(size)) != ceil(count / size):
             raise ValueError(
                 "drop_last needs tensors or a dataset: for other data set it in the DataLoader"
@@ -206,7 +209,7 @@ class Feed:
                 if seed is None
                 else self._batches(number, epoch_generator(seed, number))
             )
-            self._counts[key] = self._wholes.get(size) or _length(batches)
+            self._counts[key] = self._full_batches.get(size) or _length(batches)
         return self._counts[key]
 
     @property
@@ -225,7 +228,7 @@ class Feed:
         seed: int,
         *,
         skip: int = 0,
-        look: Callable[[Batch], Batch] = lambda batch: batch,
+        inspect: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> Iterator[Batch]:
         """Return the batches of an epoch on the device; they depend on seed and number only.
 
@@ -233,17 +236,18 @@ class Feed:
             number: Number of the epoch, counted from one; 0 is an evaluation.
             seed: Seed of the run.
             skip: Number of batches to leave out at the start. Those of a sequence are not created.
-            look: Takes and returns each batch before it is moved to the device.
+            inspect: Takes and returns each batch before it is moved to the device.
         """
         batches = self._batches(number, epoch_generator(seed, number))
-        whole = self._wholes.get(self._size_in(number))
+        whole = self._full_batches.get(self._size_in(number))
         if isinstance(batches, Sequence) and (skip or whole is not None):
             batches, skip = batches[skip:whole], 0
-        # A loader draws its order when iteration starts. It must start before this returns.
+        # A loader draws its order when iteration starts. Start now: the caller restores the state
+        # of the generators before and after this call.
         remaining = islice(batches, whole)
         for _ in islice(remaining, skip):
             pass
-        return (to_device(look(batch), self.device, non_blocking=True) for batch in remaining)
+        return (to_device(inspect(batch), self.device, non_blocking=True) for batch in remaining)
 
     def part(self, fraction: float) -> Iterator[Batch]:
         """Yield the rows of this process, of a fraction of the batches of an epoch."""
@@ -287,7 +291,8 @@ def own_rows(batch: Batch) -> tuple[Batch, int, bool]:
     """Return the rows of this process, the number of rows of the batch, and whether rows are real.
 
     All processes must call the model equally often. If a batch has fewer rows than there are
-    processes, those without rows get the first one, which is not real and has no weight.
+    processes, a process without rows gets the first row of the batch. This row is not real: it has
+    no weight in the loss.
     """
     count = num_rows(batch)
     if world_size() == 1:
@@ -407,7 +412,8 @@ def as_part(part: Any, name: str) -> Any:
                         f"tuple of {len(part)}: batches must be a list")  # fmt: skip
     # Texts and dictionaries can be iterated over, but are no batches.
     several = isinstance(part, Iterable) and not isinstance(part, Tensor | str | bytes | Mapping)
-    # The first entry of a list must be a batch. Reading it from another iterable would consume it.
+    # The first entry of a list must be a batch. Other iterables are not read here, because reading
+    # might consume them.
     first = part[0] if isinstance(part, list) else ()
     batched = isinstance(first, tuple | list | Mapping) and (first == () or tensors(first))
     usable = hasattr(part, "batches") or (callable(part) and not isinstance(part, type))
@@ -425,7 +431,7 @@ def _to_tensors(data: Any) -> Any:
 
     def convert(array: Any) -> Tensor:
         try:
-            # Copies only if it must: torch refuses negative strides and warns of read-only memory.
+            # NumPy copies only if necessary: torch refuses negative strides and read-only memory.
             return torch.from_numpy(np.require(array, requirements=["C", "W"]))
         except TypeError as error:
             raise TypeError(

@@ -22,12 +22,12 @@ from ritz._core.progress import Progress
 from ritz._core.signals import noted_signals
 from ritz._core.training_config import TrainingConfig, TrainingOptions, combine
 from ritz.curvature._shared import Forward
+from ritz.training._checkpoint import FilePath, locked_folder
 from ritz.training._data import DataParts, Feed, as_part, as_parts
-from ritz.training._files import FilePath, locked_folder
+from ritz.training._evaluate import device_of
 from ritz.training._loop import Monitor, Run
 from ritz.training._optimizers import OptimizerChoice, optimizer_names
 from ritz.training._result import TrainingResult, TrainingStatus, history_of
-from ritz.training._step import device_of
 from ritz.training._writers import Writer
 
 
@@ -136,8 +136,8 @@ def fit(
     texts = {name: choice for name, choice in named.items() if isinstance(choice, str)}
     config = _with_preset(combine(config, options | texts))
     classes = _classes(optimizer, schedule)
-    # Processes join first: they must agree whether the first one could lock the folder. Signals are
-    # noted for longer than the lock lasts.
+    # The order matters. Processes join before the folder is locked, because they must agree whether
+    # the first one could lock it. Signals are noted until the lock has been released.
     with (
         noted_signals() as signals,
         process_group(config.device) as place,
@@ -148,7 +148,7 @@ def fit(
             feed, evaluation = _feeds(data, validation, test, config, device)
             if folder is not None and rank() == 0:
                 _warn_of_workers({"data": feed} | evaluation)
-            if not feed.cuts:  # the batches have a size already, so that of the options is unused
+            if not feed.cuts:  # the data come in batches, so batch_size has no effect
                 config = replace(config, batch_size=None)
             run = Run(
                 model=model,
@@ -191,7 +191,7 @@ def _classes(optimizer: Any, schedule: Any) -> dict[str, str]:
 
 
 def _warn_of_workers(feeds: Mapping[str, Feed]) -> None:
-    lasting = [name for name, feed in feeds.items() if feed.keeps_workers]
+    lasting = [name for name, feed in feeds.items() if feed.has_persistent_workers]
     if lasting:
         warnings.warn(
             "a resumed run is not identical bit for bit with persistent_workers=True in "
@@ -208,7 +208,7 @@ def _result(
     metrics = {name: value for record in records for name, value in record.items()}
     return TrainingResult(
         history=history_of(records),
-        # The rest of a record is its place in the run.
+        # The other entries of a record say where in the run it was made.
         metrics={k: float(x) for k, x in metrics.items() if k not in ("kind", "epoch", "step")},
         num_epochs=run.state.epoch,
         num_steps=run.state.step,
@@ -229,7 +229,7 @@ def _with_preset(config: TrainingConfig) -> TrainingConfig:
     known = config.optimizer in optimizer_names() or config.optimizer not in optim.preset_names()
     if known or config.average_from is not None or config.patience is not None:
         return config
-    # A shorter run than the published one may end before its average would start.
+    # A run that is shorter than the published one may end before its average would start.
     start = optim.preset(config.optimizer).average_from
     fits = start is not None and start <= config.num_epochs
     return replace(config, average_from=start) if fits else config
@@ -256,8 +256,8 @@ def _feeds(
     )
 
     def size(part: Any) -> int | None:
-        # Text has no length. Its batch size is the number of streams, which changes the result.
-        # Other batches have 512 samples or more: evaluation needs no memory for gradients.
+        # For text (without a length) the batch size is the number of streams, which changes the
+        # result. Otherwise batches have at least 512 samples: evaluation stores no gradients.
         large = max(config.batch_size or 1, 512) if isinstance(part, Sized) else None
         return config.evaluation_batch_size or large or config.batch_size
 
@@ -295,7 +295,8 @@ def process_group(device: str | torch.device | None) -> Iterator[str | torch.dev
 def torch_settings(config: TrainingConfig, device: torch.device) -> Iterator[None]:
     """Set precision, determinism and seeds of torch for the block, and restore them."""
     with ExitStack() as stack:
-        # Half precisions leave some operations in float32. In tf32 these have no fewer digits.
+        # Autocast leaves some operations in float32. They run in tf32, which has as many digits as
+        # half precision.
         stack.enter_context(arithmetic("float32" if config.precision == "float32" else "tf32"))
         if config.deterministic:
             workspace = "CUBLAS_WORKSPACE_CONFIG"
@@ -314,7 +315,7 @@ def torch_settings(config: TrainingConfig, device: torch.device) -> Iterator[Non
         # Processes draw different dropout masks for their different rows.
         torch.default_generator.manual_seed(config.seed + rank())
         if cuda:
-            # manual_seed of torch.cuda seeds the current device only.
+            # torch.cuda.manual_seed seeds only the current device.
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(config.seed + rank())
         yield
@@ -324,7 +325,8 @@ def torch_settings(config: TrainingConfig, device: torch.device) -> Iterator[Non
 def channels_last(model: nn.Module, precision: str, device: torch.device) -> Iterator[None]:
     """Store the kernels of convolutions channels-last for the block; the numbers are the same.
 
-    Tensor cores use this format. With another, each step converts all feature maps and back.
+    Tensor cores use this format. With another format, each step would convert all feature maps to
+    it and back.
     """
     layers = (layer for layer in model.modules() if isinstance(layer, nn.Conv2d))
     kernels = [p for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 4]

@@ -16,8 +16,8 @@ class LightningCallback(Callback):
     """Measures curvature during a training by Lightning, and logs it where Lightning logs.
 
     The numbers go to all loggers of the trainer, with tags that begin with ``curvature/``. Training
-    is the same as without, bit for bit. State of the monitor is part of Lightning's checkpoints.
-    Several processes: the first one measures::
+    is bit for bit the same as without the callback. Lightning's checkpoints include the state of
+    the monitor. With several processes, the first one measures::
 
         monitor = CurvatureMonitor((inputs, targets), every=100, unit="step")
         trainer = Trainer(callbacks=[LightningCallback(monitor)])
@@ -60,7 +60,7 @@ class LightningCallback(Callback):
             self._measure(trainer, pl_module, trainer.current_epoch + 1)
 
     def _measure(self, trainer: Any, module: Any, count: int) -> None:
-        # The other processes need not wait here: measuring exchanges nothing between processes.
+        # The other processes do not wait: a measurement needs no communication.
         if not trainer.is_global_zero:
             return
         optimizer = trainer.optimizers[0] if trainer.optimizers else None

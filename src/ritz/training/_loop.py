@@ -6,98 +6,60 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ritz._core.batches import num_rows
-from ritz._core.distributed import all_max, rank, world_size
+from ritz._core.distributed import all_max, gather_by_process, rank, world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.training_config import TrainingConfig, check_same
 from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, known_loss
 from ritz.data import TextSplit
-from ritz.optim import Lookahead
+from ritz.optim import CovarianceNoise, Lookahead
 from ritz.optim._shared import learning_rate
-from ritz.training import _files, _weights
+from ritz.training import _weights
+from ritz.training._checkpoint import (
+    AVERAGE,
+    WEIGHTS,
+    Checkpoint,
+    Folder,
+    Generators,
+    check_no_link,
+    load_optimizer_state,
+    optimizer_state,
+)
 from ritz.training._cuda_graph import CapturedStep, is_captured
 from ritz.training._data import Feed, own_rows
-from ritz.training._files import Checkpoint, Folder, Log, Record, current_names
+from ritz.training._evaluate import evaluate
+from ritz.training._log import Log, Record, current_names, times_path
 from ritz.training._optimizers import (
     average_plan,
     make_average,
     make_noise,
     make_optimizer,
     make_schedule,
+    nested,
 )
-from ritz.training._recurrent import carried_state, gathered, make_penalty
+from ritz.training._recurrent import carried_state, make_penalty
 from ritz.training._result import TrainingStatus, diverged
 from ritz.training._step import (
     Piece,
     Step,
     batch_mass,
-    evaluate,
     explain_one_row,
-    nested,
     scaled_learning_rates,
     use_ghosts,
 )
 from ritz.training._step_curvature import DivergedError, StepCurvature
 from ritz.training._writers import Writer, write_scalars
 
-LOADER = "loader."  # names of the generators of loaders begin with it
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Generators:
-    """The random generators that a run depends on.
-
-    Attributes:
-        device: Device whose global generator counts, besides that of the CPU.
-        loaders: Generators that loaders and their samplers were given.
-    """
-
-    device: torch.device
-    loaders: Sequence[torch.Generator] = ()
-
-    def states(self) -> dict[str, Tensor]:
-        """Return the states of all generators by name, one row per process."""
-        states = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self.device)
-        for number, loader in enumerate(self.loaders):
-            states[f"{LOADER}{number}"] = loader.get_state()
-        # NCCL gathers tensors on the GPU only.
-        return {name: gathered(state.to(self.device)) for name, state in states.items()}
-
-    def restore(self, states: dict[str, Tensor]) -> None:
-        """Restore the states that :meth:`states` returned."""
-        count = sum(name.startswith(LOADER) for name in states)
-        if count != len(self.loaders):
-            raise ValueError(
-                f"the loaders of the run had {count} generators at its start, got "
-                f"{len(self.loaders)}: pass the same loaders, or start again with resume=False"
-            )
-        for name, rows in states.items():
-            if len(rows) != world_size():
-                raise ValueError(
-                    f"the run was started with {len(rows)} processes, got {world_size()}: start "
-                    f"{len(rows)}, or start again with resume=False (--restart)"
-                )
-            state = rows[rank()].cpu().clone()  # torch reads a state from the start of its storage
-            if name == "cpu":
-                torch.set_rng_state(state)
-            elif name.startswith(LOADER):
-                self.loaders[int(name.removeprefix(LOADER))].set_state(state)
-            elif self.device.type == "cuda":
-                torch.cuda.set_rng_state(state, self.device)
-
-
-AGREEMENT = 50  # steps after which processes agree whether to save or to stop
+AGREEMENT = 50  # steps between two times at which processes agree whether to save or stop
 Monitor = Callable[[int, nn.Module, Any], Record | None]
 
 
@@ -157,17 +119,17 @@ class Run:
         self._log: Log | None = None
         self._times: Log | None = None
         if self.log is not None:  # before files of an earlier run are removed
-            _files.check_no_link(Path(self.log))
-            _files.check_no_link(_files.times_path(self.log))
+            check_no_link(Path(self.log))
+            check_no_link(times_path(self.log))
         checkpoint = self.folder.read() if self.folder and self.config.resume else None
         self._new, self._begun = checkpoint is None, False
         if self.folder is not None and checkpoint is not None:
             self._load(checkpoint, self.folder.file)
         all_max(0)  # a barrier: no process writes before all have read
         self._first_step = self.state.step
-        # Files are written after the first step, which changes the weights.
-        kept = self._new and 0 in self.config.keep and rank() == 0
-        self._initial = copy.deepcopy(_weights.tensor_state(self.model)) if kept else None
+        # The initial weights are copied now, because files are written after the first step.
+        is_kept = self._new and 0 in self.config.keep and rank() == 0
+        self._initial = copy.deepcopy(_weights.tensor_state(self.model)) if is_kept else None
 
     def _assemble(self) -> None:
         """Create optimiser, average, schedule and step from the options, and check them."""
@@ -176,7 +138,7 @@ class Run:
         use_ghosts(model, config)
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
-            # The last step of an epoch may accumulate fewer batches than the others.
+            # Rounded up: the last step of an epoch may accumulate fewer batches.
             self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
         plan = average_plan(config, self.steps_per_epoch, self._steps_before)
         optimizer = make_optimizer(self.optimizer, model, config, plan, device)
@@ -195,6 +157,22 @@ class Run:
             optimizer, Adapter(model, self.loss_fn, self.forward), config, self._num_steps(),
             samples_per_step=self.feed.smallest_batch,
         )  # fmt: skip
+        self.optimizer = optimizer
+        self._attach_monitors()
+        self._make_step(optimizer, noise)
+        self._curvature = StepCurvature(
+            model,
+            self.feed,
+            config,
+            optimizer,
+            loss_fn=self.loss_fn,
+            forward=self.forward,
+            length=self.steps_per_epoch,
+        )
+
+    def _make_step(self, optimizer: Optimizer, noise: CovarianceNoise | None) -> None:
+        """Create the training step: compiled, distributed or captured, as the options say."""
+        config, model, device = self.config, self.model, self.device
         compiled: Any = torch.compile(model) if config.compile else model
         if world_size() > 1:
             ids = [device.index] if device.type == "cuda" else None
@@ -202,8 +180,6 @@ class Run:
         self._adapter = Adapter(compiled, self.loss_fn, self.forward)
         # Noise draws new numbers in every step, which a graph would repeat.
         captured = noise is None and is_captured(optimizer, config, device)
-        self.optimizer = optimizer
-        self._attach_monitors()
         self._step = Step(
             self._adapter,
             optimizer,
@@ -218,15 +194,6 @@ class Run:
         if captured:
             self._take = CapturedStep(self._step, required=bool(config.capture))
         self._carried = carried_state(self._adapter, wanted=self.feed.consecutive)
-        self._curvature = StepCurvature(
-            model,
-            self.feed,
-            config,
-            optimizer,
-            loss_fn=self.loss_fn,
-            forward=self.forward,
-            length=self.steps_per_epoch,
-        )
 
     def _attach_monitors(self) -> None:
         for monitor in self.monitors:
@@ -239,13 +206,14 @@ class Run:
     def train(self, progress: bool | Progress) -> TrainingStatus:
         """Train for the remaining epochs and return how the run ended."""
         config, state, total = self.config, self.state, self._num_steps()
-        # The steps that the bar shows; unknown for data without a length.
+        # Total of the progress bar; unknown for data without a length.
         left = None if total is None else total - state.step
         status = None
         try:
             with tracking(progress if rank() == 0 else False, "training", left) as bar:
                 while status is None and not state.finished and not self._is_over(state):
                     status = self._epoch(bar) or self._close_epoch()
+                    bar.update(state.step - self._first_step, self._last_scores())
             if status is None or status.ok:
                 self._finish()
                 if config.final == "average" and self.average.count:
@@ -298,7 +266,7 @@ class Run:
                 self.folder.clear()
         if self.log is not None and rank() == 0:
             self._log = Log(self.log, size=self.state.log_bytes)
-            self._times = Log(_files.times_path(self.log), size=0 if self._new else None)
+            self._times = Log(times_path(self.log), size=0 if self._new else None)
         if self.folder is not None and rank() == 0:
             self.folder.write_texts()  # after all files of another run are gone
         if self._new:
@@ -313,8 +281,7 @@ class Run:
         """Take the remaining steps of an epoch; return how the run ends, if it does."""
         state, first, seen = self.state, self.state.step, 0
         started, head = time.perf_counter(), f"epoch {state.epoch + 1}/{self.config.num_epochs}"
-        loss = state.records[-1].get("train_loss") if state.records else None
-        note = "" if loss is None else f", loss {loss:.4g}"
+        scores = "".join(f"{text}; " for text in (self._last_scores(),) if text)
         self.model.train()
         # A text is read from its beginning in each epoch; a resumed epoch continues.
         if self._carried is not None and not state.batch:
@@ -341,17 +308,30 @@ class Run:
             # Counted from shapes: no step may wait for the device.
             seen += sum(num_rows(batch) for batch in group)
             rate = f"{seen / (time.perf_counter() - started):,.0f} samples/s"
-            bar.update(state.step - self._first_step, f"{head}, {rate}{note}")
+            bar.update(state.step - self._first_step, f"{scores}{head}, {rate}")
             if (status := self._poll()) is not None:
                 return status
         self._work = state.step - first, seen, started
         return None
 
+    def _last_scores(self) -> str:
+        """Return the loss of the last complete epoch, and its score on data to evaluate on."""
+        record = next((r for r in reversed(self.state.records) if r["kind"] == "epoch"), None)
+        if record is None:
+            return ""
+        parts = [f"loss {record['train_loss']:.4g}"]
+        names = product(("validation", "test"), ("perplexity", "accuracy", "loss"))
+        scores = {f"{part} {name}": record.get(f"{part}_{name}") for part, name in names}
+        if shown := next(((name, x) for name, x in scores.items() if x is not None), None):
+            name, value = shown
+            parts.append(f"{name} {value:.2%}" if "accuracy" in name else f"{name} {value:.4g}")
+        return f"epoch {record['epoch']}: {', '.join(parts)}"
+
     def _segment_learning_rate(self, group: Sequence[Any]) -> AbstractContextManager[None]:
         """Make the learning rate of a step proportional to the random length of its segments."""
         if not self.config.random_segments:
             return nullcontext()
-        # As in AWD-LSTM: a gradient over fewer positions takes a smaller step.
+        # As in AWD-LSTM: a shorter segment takes a proportionally smaller step.
         lengths = [batch[0].shape[1] / self.feed.source.length for batch in group]
         return scaled_learning_rates(nested(self.optimizer)[-1], sum(lengths) / len(lengths))
 
@@ -359,13 +339,13 @@ class Run:
         """Yield the remaining batches of an epoch, as one list per step."""
         state, now = self.state, self._generators.states()
         if state.batch:
-            # A loader draws its order when an epoch starts, from its generator or the global ones.
-            # Let it draw the same order again.
+            # A loader draws its order when an epoch starts, from its own generator or a global one.
+            # With the states of that time it draws the same order again.
             self._generators.restore(state.beginning)
         else:
             state.beginning = now
         batches = self.feed.epoch(
-            state.epoch + 1, self.config.seed, skip=state.batch, look=self._check_labels
+            state.epoch + 1, self.config.seed, skip=state.batch, inspect=self._check_labels
         )
         if state.batch:
             self._generators.restore(now)
@@ -383,7 +363,7 @@ class Run:
         alone = len(group) == 1 and world_size() == 1
         whole = 1 if alone else sum(self._mass(batch) for batch in group)
         if isinstance(whole, Tensor):
-            # If all labels are ignored, each share is zero instead of 0/0.
+            # If all labels are ignored, the shares are zero and not 0/0.
             whole = whole.double().masked_fill(whole == 0, 1.0)
         pieces = []
         for batch in group:
@@ -399,10 +379,10 @@ class Run:
         return batch_mass(self._adapter, batch, self._adapter.target(batch))
 
     def _check_labels(self, batch: Any) -> Any:
-        """Return the batch; raise for a label without an output, which on CUDA ends the process.
+        """Return the batch; raise if a label has no output, which on CUDA would end the process.
 
-        The first step checks its own batch and finds the number of classes. Data in memory are then
-        checked at once, other batches one by one during the first epoch.
+        The first step checks its own batch, and finds the number of classes. Then data in memory
+        are checked at once, and other data batch by batch during the first epoch.
         """
         classes, ready = self._step.num_classes, self.feed.ready
         if self._labels_checked or self.state.epoch or not classes:
@@ -442,7 +422,7 @@ class Run:
             record["damping"] = self._curvature.damping.values()[0]
         if config.schedule_unit == "epoch":
             self.schedule.step()
-        # Whether the run is over once this epoch counts.
+        # Whether this is the last epoch.
         last, stop = self._is_over(replace(state, epoch=number, batch=0)), False
         if last or number % config.evaluate_every == 0:
             record |= self._evaluate(1.0 if last else config.statistics_fraction)
@@ -463,8 +443,8 @@ class Run:
         return self._poll(agreed=True)
 
     def _is_over(self, state: Checkpoint) -> bool:
-        """Return whether the last epoch of training is complete, perhaps cut short."""
-        # After the last step, the epoch still has to be evaluated and logged.
+        """Return whether training has ended, after all epochs or after ``max_steps``."""
+        # After the last step, the epoch still has to be evaluated and logged: `batch` is not 0.
         cut = state.step == self.config.max_steps and not state.batch
         return cut or state.epoch >= self.config.num_epochs
 
@@ -480,10 +460,10 @@ class Run:
         if record:
             self._record({"kind": "final", "epoch": state.epoch, "step": state.step, **record})
         if self.folder is not None:
-            self._save_weights(_files.WEIGHTS)
+            self._save_weights(WEIGHTS)
             if self.average is not None and self.average.count:
                 with self.average.applied(self.model, **self._statistics()):
-                    self._save_weights(_files.AVERAGE)
+                    self._save_weights(AVERAGE)
         state.finished = True
         self._save()
 
@@ -493,12 +473,12 @@ class Run:
                 continue
             record = monitor(count, self.model, self.optimizer)
             if record is not None:
-                # A step belongs to the epoch that is not yet complete.
+                # A step belongs to the current epoch, which is not yet counted.
                 number = self.state.epoch + (unit == "step")
-                # A monitor that has a writer has written the record already.
-                new = getattr(monitor, "writer", None) is None
+                # A monitor with a writer has already written the record there.
+                has_writer = getattr(monitor, "writer", None) is not None
                 place = {"epoch": number, "step": self.state.step}
-                self._publish({"kind": "curvature", **record, **place}, written=not new)
+                self._publish({"kind": "curvature", **record, **place}, written=has_writer)
 
     def _record(self, record: Record) -> None:
         self.state.records.append(record)
@@ -516,12 +496,12 @@ class Run:
     # Evaluation of the weights and of their average.
 
     def _statistics(self, fraction: float = 1.0) -> dict[str, Any]:
-        # Running statistics belong to the last weights: batch norm needs those of the average.
+        # The running statistics of batch norm belong to the last weights; the average needs others.
         return {"data": self.feed.part(fraction), "forward": self.forward}
 
     def _evaluate(self, fraction: float = 1.0, *, at_end: bool = False) -> Record:
         """Return loss and accuracy on the data of an epoch, or on those for the end of the run."""
-        # Validation data guide the run. Test data are evaluated at its end only.
+        # If there are validation data, test data are evaluated only at the end of the run.
         later = "test" if "validation" in self.evaluation else None
         feeds = {name: feed for name, feed in self.evaluation.items() if (name == later) == at_end}
         record = self._scores(feeds, "")
@@ -550,7 +530,7 @@ class Run:
         known = known_loss(self.loss_fn)
         entropy = known is not None and known.kind == "cross_entropy" and not known.smoothing
         if entropy and isinstance(feed.source, TextSplit):
-            # exp(loss) as a tensor: for a huge loss math.exp raises, and this is infinite.
+            # As a tensor, exp(loss) of a huge loss is infinite, where math.exp would raise.
             loss = torch.tensor(means["loss"], dtype=torch.float64)
             means = means | {"perplexity": float(loss.exp())}
         return {f"{prefix}{name}": value for name, value in means.items()}
@@ -592,7 +572,7 @@ class Run:
         due = time.monotonic() - self._saved >= self.config.save_interval
         code = 2 if self.signals else int(due and self.folder is not None)
         if world_size() > 1:
-            # Agreeing waits for all processes, so they do not agree after every step.
+            # Agreement waits for all processes, so it does not take place after every step.
             if not agreed and self.state.step % AGREEMENT:
                 return None
             code = all_max(code)
@@ -619,19 +599,19 @@ class Run:
             return False
         if self._log is not None:
             size = self._log.flush()
-            # The checkpoint of a finished run excludes the record of its end: a longer run resumes
-            # the log before that record.
+            # The checkpoint of a finished run does not count the record of its end. If the run is
+            # made longer, that record is cut from the log.
             self.state.log_bytes = self.state.log_bytes if self.state.finished else size
         checkpoint = replace(
             self.state,
             model=_weights.tensor_state(self.model),
-            optimizer=_files.optimizer_state(self.optimizer),
+            optimizer=optimizer_state(self.optimizer),
             schedule=dict(self.schedule.state_dict()),
             scaler=self._step.scaler.state_dict(),
             patience=None if self._auto is None else self._auto.state_dict(),
             # All processes take part in these three.
             generators=self._generators.states(),
-            totals=gathered(self._step.totals.sums),
+            totals=gather_by_process(self._step.totals.sums),
             carried={} if self._carried is None else self._carried.rows(),
             monitors={
                 str(number): monitor.state_dict()
@@ -664,7 +644,7 @@ class Run:
                 "run: use the same data and forward, or another folder"
             )
         _weights.copy_weights(self.model, saved.model, path)
-        _files.load_optimizer_state(self.optimizer, saved.optimizer, self.device)
+        load_optimizer_state(self.optimizer, saved.optimizer, self.device)
         self.schedule.load_state_dict(saved.schedule)
         self._step.scaler.load_state_dict(saved.scaler)
         if saved.patience is not None and self._auto is not None:
@@ -677,7 +657,8 @@ class Run:
         self._generators.restore(saved.generators)
         self._step.totals.sums.copy_(saved.totals[rank()])
         over = self._is_over(saved) or (self._auto is not None and self._auto.finished)
-        # Weights and optimiser are not stored twice. A longer run goes past the recorded end.
+        # The model and the optimiser hold the tensors now. If the run is made longer, the record of
+        # its former end is dropped.
         self.state = replace(
             saved,
             model={},
@@ -688,5 +669,5 @@ class Run:
             log_bytes=0 if self.log is None else saved.log_bytes,
             records=[r for r in map(current_names, saved.records) if over or r["kind"] != "final"],
         )
-        if saved.step:  # prevents the warning that the schedule is stepped before the optimiser
+        if saved.step:  # otherwise torch warns that the schedule is stepped before the optimiser
             self.optimizer._opt_called = True

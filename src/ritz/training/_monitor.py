@@ -18,9 +18,10 @@ from ritz._core.training_config import Unit
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.optim import StepReader
-from ritz.training._files import FilePath, Log, Record
+from ritz.training._checkpoint import FilePath
+from ritz.training._log import Log, Record
 from ritz.training._quantities import QUANTITIES, USUAL, total_cost
-from ritz.training._watched import Memory, Watched
+from ritz.training._snapshot import Memory, Snapshot
 from ritz.training._writers import Writer, write_scalars
 
 
@@ -35,7 +36,7 @@ class CurvatureMonitor:
 
     The model, its gradients, buffers and mode, and the global generators are not changed: the
     weights equal those of a run without monitor bit for bit. All measurements use the same seed,
-    so differences over time are not due to the probes. In your own training loop::
+    so differences over time do not come from the random probes. In your own training loop::
 
         monitor = CurvatureMonitor((inputs, targets), every=100, log="curvature.jsonl")
         for step, batch in enumerate(batches, start=1):
@@ -54,18 +55,19 @@ class CurvatureMonitor:
         matrix: ``hessian`` or ``ggn``.
         batch_norm: ``eval``, ``train`` or ``recomputed``; unused if ``source`` is a function.
         batch_size: Batch size of a sub-sample of tensors.
-        train_batch_size: Batch size of training, for the tests of a batch and the signal to noise.
-            Defaults to the size of the sub-sample.
+        train_batch_size: Batch size of training, on which ``signal_to_noise`` and the tests of the
+            batch size depend. Defaults to the size of the sub-sample.
         count: Takes a batch of the sub-sample and returns its weight, as for :class:`ritz.Risk`;
             for text the number of tokens.
         rtol: Residual of an eigenvalue relative to the norm, for a search from a random vector.
-        max_products: Products of a search that starts at the previous eigenvector.
+        max_products: Maximum number of products of a search that starts at the previous
+            eigenvector.
         num_steps: Lanczos steps of a spectrum; a search for eigenvalues from a random vector uses
             at most ten times as many.
-        num_runs: Start vectors of spectra.
-        num_probes: Probes of ``trace``, ``frobenius_norm``, ``variance`` and ``fisher``.
-        num_vectors: Leading eigenvectors of ``overlap``.
-        num_bins: Bins of histograms, a power of two.
+        num_runs: Number of start vectors of spectra.
+        num_probes: Number of probes of ``trace``, ``frobenius_norm``, ``variance`` and ``fisher``.
+        num_vectors: Number of leading eigenvectors of ``overlap``.
+        num_bins: Number of bins of histograms, a power of two.
         epsilon: Added to variances and curvatures that are divided by. Defaults to 0.
         seed: Seed of the probes.
         log: File of JSON lines to append to. Not needed in ``fit``, which logs what is returned.
@@ -111,7 +113,7 @@ class CurvatureMonitor:
             raise ValueError(f"num_bins must be a power of two, got {self.num_bins}")
         self.names = self._chosen()
         self._memory, self._op = Memory(), None
-        # Appends: the monitor does not know where a run began.
+        # The log is appended to, because the monitor does not know where a run began.
         self._log = None if self.log is None else Log(self.log, size=None)
 
     names: tuple[str, ...] = field(init=False)
@@ -132,13 +134,13 @@ class CurvatureMonitor:
                 )
             if not self._is_possible(name):
                 raise ValueError(
-                    f"{name} is about single samples, which batch_norm='train' does not have: use "
-                    "eval or recomputed"
+                    f"{name} needs gradients of single samples, which do not exist with "
+                    "batch_norm='train': use eval or recomputed"
                 )
         return tuple(dict.fromkeys(self.quantities))
 
     def _is_possible(self, name: str) -> bool:
-        # The mode of batch norm of a user-defined risk is not known before it is made.
+        # The batch-norm mode of a user-defined risk is not known before the risk exists.
         return callable(self.source) or self.batch_norm != "train" or not QUANTITIES[name].separable
 
     @property
@@ -154,7 +156,7 @@ class CurvatureMonitor:
     def attach(self, optimizer: Optimizer) -> None:
         """Attach to a training run: store its initial weights, and note weights before each step.
 
-        What was stored of an earlier run is deleted, so one monitor may watch several in turn.
+        What the monitor stored about an earlier run is deleted, so it can watch several in turn.
         """
         if self._memory.reader is not None:
             # Otherwise its hook would note the weights before each step of an earlier optimiser.
@@ -195,14 +197,14 @@ class CurvatureMonitor:
 
     def measure(self, model: nn.Module, optimizer: Optimizer | None = None) -> Record:
         """Return the chosen quantities of a model: numbers and lists of numbers by name."""
-        watched = self._watched(unwrapped(model), optimizer)
+        snapshot = self._snapshot(unwrapped(model), optimizer)
         record: Record = {"matrix": self.matrix}
         for name in self.names:
-            record |= self._attempt(name, QUANTITIES[name].measure, watched) or {}
+            record |= self._attempt(name, QUANTITIES[name].measure, snapshot) or {}
         if not callable(self.source):
-            # The next measurement uses the same traces. A copy at this point has an empty cache, so
-            # that no memory is taken between measurements.
-            self._op = watched.op.at(watched.risk)
+            # The next measurement reuses the traced products. This copy has an empty cache, so it
+            # takes no memory between measurements.
+            self._op = snapshot.op.at(snapshot.risk)
         return record
 
     def check(self, model: nn.Module) -> None:
@@ -211,35 +213,36 @@ class CurvatureMonitor:
         Costs a few gradients of the sub-sample, and nothing for quantities that all models have.
         """
         chosen = [name for name in self.names if QUANTITIES[name].check is not None]
-        watched = self._watched(unwrapped(model), None) if chosen else None
+        snapshot = self._snapshot(unwrapped(model), None) if chosen else None
         for name in chosen:
             check = QUANTITIES[name].check
-            if check is not None and watched is not None:
-                self._attempt(name, check, watched)
+            if check is not None and snapshot is not None:
+                self._attempt(name, check, snapshot)
 
-    def _attempt(self, name: str, function: Callable[[Watched], Any], watched: Watched) -> Any:
+    def _attempt(self, name: str, function: Callable[[Snapshot], Any], snapshot: Snapshot) -> Any:
         """Call a function of a quantity; name the quantity in errors."""
         try:
-            return function(watched)
+            return function(snapshot)
         except ValueError as error:
-            # Quantities that the user chose must exist. Defaults that do not exist are left out.
+            # Quantities that the user chose must exist. Default quantities that a model does not
+            # have are left out.
             if self.quantities is not None or not QUANTITIES[name].separable:
                 raise ValueError(f"{name} cannot be measured: {error}") from error
             self.names = tuple(n for n in self.names if not QUANTITIES[n].separable)
             warnings.warn(f"gradients of single samples are not watched: {error}", stacklevel=3)
             return None
 
-    def _watched(self, model: nn.Module, optimizer: Optimizer | None) -> Watched:
+    def _snapshot(self, model: nn.Module, optimizer: Optimizer | None) -> Snapshot:
         if callable(self.source):
             risk: Risk = self.source(model)
             op = curvature_operator(risk, self.matrix)
-            return Watched(self, self._memory, risk, op, optimizer)
+            return Snapshot(self, self._memory, risk, op, optimizer)
         if self._op is not None and self._op.risk.model is model:
             risk = self._op.risk.moved()
             # The same model at another point: nothing is traced again.
-            return Watched(self, self._memory, risk, self._op.at(risk), optimizer)
+            return Snapshot(self, self._memory, risk, self._op.at(risk), optimizer)
         # Only the first process measures, so processes must not share the data.
         names = ("batch_norm", "batch_size", "count")
         options: Any = {name: getattr(self, name) for name in names}
         risk = Risk(model, self.loss_fn, self.source, sharing="none", **options)
-        return Watched(self, self._memory, risk, curvature_operator(risk, self.matrix), optimizer)
+        return Snapshot(self, self._memory, risk, curvature_operator(risk, self.matrix), optimizer)

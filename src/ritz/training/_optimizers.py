@@ -17,7 +17,6 @@ from ritz._core.params import parameters
 from ritz._core.registry import Registry
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import Adapter
-from ritz.training._step import nested
 
 T = TypeVar("T")
 OptimizerFactory = Callable[..., Optimizer]
@@ -29,9 +28,10 @@ def register_optimizer(name: str) -> Callable[[OptimizerFactory], OptimizerFacto
     """Return a decorator that registers an optimiser under a name.
 
     The decorated function takes parameters and keyword arguments and returns an optimiser. If its
-    first parameter is called ``model``, it gets the model instead of the parameters. An optimiser
-    with a built-in average takes ``start`` and ``interval``, in steps, and exposes the average as
-    ``.average``. A Lookahead optimiser takes ``until``, its first step without Lookahead.
+    first parameter is called ``model``, it gets the model instead of the parameters. If the
+    optimiser has a built-in average, the function takes ``start`` and ``interval`` in steps, and
+    the optimiser has an attribute ``average``. If it uses Lookahead, the function takes ``until``,
+    the first step without Lookahead.
 
     Args:
         name: Name, which must not be registered yet.
@@ -59,7 +59,7 @@ def preset_config(name: str, **changes: Any) -> TrainingConfig:
     epochs = changes.get("num_epochs", chosen.epochs)
     if chosen.average_from is not None and chosen.average_from <= epochs:
         options["average_from"] = chosen.average_from
-    # Options that only go with an average, or with a schedule that is replaced.
+    # Leave out options that need an average, or a schedule that `changes` replaces.
     averages = options | changes
     if averages.get("average_from") is None and averages.get("patience") is None:
         options.pop("average_every", None)
@@ -76,7 +76,7 @@ def create_optimizer(
     model: nn.Module | None = None,
     plan: Mapping[str, int | None] | None = None,
     capturable: bool = False,
-    skips: bool = False,
+    may_skip_steps: bool = False,
     **settings: Any,
 ) -> Optimizer:
     """Return an optimiser by name.
@@ -88,7 +88,7 @@ def create_optimizer(
         plan: ``start`` and ``interval`` of the average of Gadam and GadamX, and ``until`` of
             Lookahead, in steps. Defaults to those of the optimiser.
         capturable: Create an optimiser whose steps can be captured in a CUDA graph, if possible.
-        skips: Whether a gradient scaler may skip steps.
+        may_skip_steps: Whether a gradient scaler may skip steps.
         **settings: Keyword arguments of the optimiser: ``lr``, ``weight_decay`` and so on.
     """
     # A registered name comes first, so that user-defined optimisers cannot be shadowed.
@@ -99,7 +99,7 @@ def create_optimizer(
     else:
         make = _OPTIMIZERS[name]
     known = inspect.signature(make).parameters
-    # Without a start, the interval of an optimiser is that of something else.
+    # In an optimiser without `start`, a parameter `interval` does not belong to an average.
     names = {"start", "until"} & known.keys() | ({"interval"} if "start" in known else set())
     # What the user sets takes precedence over the plan.
     settings = {name: value for name, value in (plan or {}).items() if name in names} | settings
@@ -107,13 +107,15 @@ def create_optimizer(
         # Its hooks run on the host, so its steps cannot be captured.
         return _construct(name, make, model, settings)
     params = list(params)
-    # SGD itself, with other defaults, or inside Lookahead.
+    # SGD itself, or a partial of SGD, or one of Lookahead around SGD.
     sgd = SGD in (make, getattr(make, "func", None), *getattr(make, "args", ()))
     if sgd:
         # A fused step is one kernel, and the only step of SGD that a CUDA graph can capture.
         # If its first step is skipped, torch leaves the momentum of fused SGD uninitialised.
-        other = skips or any(settings.get(way) is not None for way in ("foreach", "differentiable"))
-        fused = not other and settings.get("fused") is not False
+        unfused = may_skip_steps or any(
+            settings.get(way) is not None for way in ("foreach", "differentiable")
+        )
+        fused = not unfused and settings.get("fused") is not False
         fused = fused and bool(params) and all(p.is_cuda for p in params)
         capturable = capturable and fused
         settings |= {"fused": True} if fused else {}
@@ -171,7 +173,7 @@ def _lookahead(
 
 _BUILT_IN: dict[str, OptimizerFactory] = {
     "sgd": partial(SGD, lr=0.1, momentum=0.9),
-    # Its noise needs the model, and is made by fit.
+    # `fit` makes its noise, which needs the model.
     "noisy_sgd": partial(SGD, lr=0.1, momentum=0.9),
     "swa": optim.swa,
     "asgd": ASGD,
@@ -218,7 +220,7 @@ def make_optimizer(
             model=model,
             plan=plan,
             capturable=capturable,
-            skips=config.precision == "float16",
+            may_skip_steps=config.precision == "float16",
             **config.optimizer_settings,
         )
     elif callable(choice) and not isinstance(choice, Optimizer):
@@ -233,7 +235,7 @@ def make_optimizer(
     if not set(model.parameters()) & set(parameters(optimizer)):
         kind = type(optimizer).__name__
         raise ValueError(f"optimizer must have parameters of the model, got a {kind} of others")
-    # Other optimisers read gradients that are there; LBFGS evaluates the loss several times.
+    # LBFGS evaluates the loss several times per step, which needs a closure.
     if isinstance(optimizer, LBFGS):
         raise ValueError("optimizer must not be LBFGS, whose step() needs a closure")
     # The plan reaches only optimisers that are created by name.
@@ -247,9 +249,19 @@ def make_optimizer(
     return optimizer
 
 
+def nested(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimiser and those that Lookahead wraps, outermost first."""
+    chain = [optimizer]
+    while isinstance(optimizer := chain[-1], optim.Lookahead):
+        chain.append(optimizer.optimizer)
+    return chain
+
+
 def _built_in(optimizer: Optimizer, name: str, kind: type[T]) -> T | None:
-    """Return the attribute of an optimiser, or of one inside Lookahead, if it is of a class."""
-    # Gadam has an average. Other optimisers may use the name for something else.
+    """Return an attribute of an optimiser, or of one inside Lookahead, if it is of class ``kind``.
+
+    Other optimisers may use the name for something else.
+    """
     values = (getattr(each, name, None) for each in nested(optimizer))
     return next((value for value in values if isinstance(value, kind)), None)
 
@@ -274,13 +286,13 @@ def make_schedule(
             f"steps_per_epoch is required for schedule={name!r} by step: the data have no length"
         )
     whole = config.num_epochs * (unit or 1)
-    # A shape that falls must reach its end when the run does.
+    # The schedule must end when the run does.
     if config.schedule_unit == "step" and config.max_steps is not None:
         whole = min(whole, config.max_steps)
-    # Unset, each shape keeps its published final ratio: 1 %, or 50 % with an average.
+    # By default each shape has its published final ratio: 1 %, or 50 % with an average.
     final: Any = {} if config.final_ratio is None else {"final": config.final_ratio}
     if name == "linear" and config.average_from is not None:
-        # GADAM, equations 12 and 13: the rate falls up to the start of the average.
+        # Granziol et al. (2021), equations 12 and 13: the rate falls until averaging starts.
         start = max(1, (config.average_from - 1) * (unit or 1))
         shape = optim.averaging_decay(start, **final)
     elif name == "linear_held":
@@ -307,7 +319,7 @@ def average_plan(
 ) -> dict[str, int | None]:
     """Return ``start`` and ``interval`` of the average, and ``until`` of Lookahead, in steps.
 
-    ``start`` is ``None`` if patience decides. Without an average only ``until`` may be there.
+    ``start`` is ``None`` if patience decides. Without an average there is at most ``until``.
 
     Args:
         config: The options.
@@ -360,7 +372,7 @@ def make_average(
             raise ValueError("pass either average or one of average_from and patience")
         auto = choice if isinstance(choice, optim.AutoAverage) else None
         average: Any = auto.average if auto else choice
-        # Hooks of an average on another optimiser would never run.
+        # If the average belonged to another optimiser, its hooks would never run.
         if average.optimizer not in nested(optimizer):
             raise ValueError("average must be created for the optimizer that you pass to fit")
         return average, auto
@@ -369,7 +381,7 @@ def make_average(
     if interval is None:  # the settings of the optimiser alone decide
         return built_in, None
     average = built_in or optim.IterateAverage(optimizer, start=start, interval=interval)
-    # Gadam and GadamX got both from the plan if they were created by name, and not otherwise.
+    # Gadam and GadamX that were created by name have both from the plan. Others must agree.
     if (average.planned, average.interval) != (start, interval):
         raise ValueError(
             f"average_from, average_every and average_interval must agree with the average of the "
@@ -447,7 +459,7 @@ def _small_batch(wanted: int | None, samples: int | None, kind: str) -> int:
     # 128 of 4096, as published.
     usual = 128 if samples is None else max(1, samples // 32)
     small = usual if wanted is None else wanted
-    # These kinds add noise to the step itself. They do not imitate a small batch.
+    # These kinds do not imitate a small batch, so its size does not matter.
     of_step = kind in ("isotropic", "multiplicative", "sgld")
     if samples is not None and small >= samples and not of_step:
         raise ValueError(

@@ -14,15 +14,15 @@ from ritz.curvature import distance, fisher
 from ritz.measures import bulk_edge, curvature_variance, gradient_overlap, rank_degeneracy
 from ritz.spectra import diagonal, frobenius_norm, lanczos
 from ritz.spectra._shared import negative_values
-from ritz.training._files import Record
+from ritz.training._log import Record
 from ritz.training._sample_gradients import Histogram
-from ritz.training._watched import TUNING, Settings, Watched
+from ritz.training._snapshot import TUNING, Settings, Snapshot
 
-Measure = Callable[[Watched], Mapping[str, Any]]
+Measure = Callable[[Snapshot], Mapping[str, Any]]
 Cost = Callable[[Settings], float]
 
-# What quantities share, with its cost in gradients of the watched samples. A product of ``k``
-# vectors counts as ``k`` products.
+# Measurements that several quantities share, each with its cost in gradients of the watched
+# samples. A product with ``k`` vectors counts as ``k`` products.
 PARTS: dict[str, Cost] = {
     "gradient": lambda settings: 1.0,
     "samples": lambda settings: TUNING.samples,
@@ -32,9 +32,9 @@ PARTS: dict[str, Cost] = {
     "preconditioned": lambda settings: TUNING.product * settings.max_products,
     "leading": lambda settings: TUNING.product * TUNING.cold * settings.num_steps,
     "spectra": lambda settings: TUNING.product * settings.num_steps * settings.num_runs,
-    # XTrace takes two products per probe. A known trace costs a backward pass per output instead.
+    # XTrace takes two products per probe. An exact trace costs a backward pass per output instead.
     "trace": lambda settings: TUNING.product * 2 * settings.num_probes,
-    # A forward derivative at both ends of the step, and the weights before it.
+    # The weights before the last step are copied in every step, not in a measurement.
     "step": lambda settings: 0.0,
 }
 
@@ -45,14 +45,14 @@ class Quantity:
 
     Attributes:
         name: Its name.
-        text: What it is, in one line.
-        group: What it is about: ``curvature``, ``stability``, ``gradients``, ``weights`` or
+        text: Description in one line.
+        group: Subject: ``curvature``, ``stability``, ``gradients``, ``weights`` or
             ``steps``.
-        parts: What it shares with other quantities; keys of ``PARTS``.
-        own_cost: What it costs without its parts, in gradients of the watched samples.
-        separable: Whether the samples of a batch must not depend on each other.
-        measure: Takes a :class:`Watched` and returns numbers, or lists of numbers, by name.
-        check: Takes a :class:`Watched` before training, and raises ``ValueError`` if the model or
+        parts: Measurements that it shares with other quantities; keys of ``PARTS``.
+        own_cost: Cost without that of its parts, in gradients of the watched samples.
+        separable: Whether the samples of a batch must be independent of each other.
+        measure: Takes a :class:`Snapshot` and returns numbers, or lists of numbers, by name.
+        check: Takes a :class:`Snapshot` before training, and raises ``ValueError`` if the model or
             its loss does not have the quantity; ``None`` if all have it.
     """
 
@@ -63,7 +63,7 @@ class Quantity:
     own_cost: Cost
     separable: bool
     measure: Measure
-    check: Callable[[Watched], object] | None
+    check: Callable[[Snapshot], object] | None
 
     def cost(self, settings: Settings) -> float:
         """Return the cost of this quantity alone, in gradients of the watched samples."""
@@ -71,7 +71,7 @@ class Quantity:
 
 
 QUANTITIES: Registry[Quantity] = Registry("quantity")
-# The default of a monitor. It costs at most 17 gradients of the watched samples.
+# Default quantities of a monitor. They cost at most 17 gradients of the watched samples.
 USUAL = ("lambda_max", "weight_norms", "gradient_norm", "gradient_variance", "noise_scale")
 
 
@@ -83,23 +83,24 @@ def register_quantity(
     parts: Iterable[str] = (),
     cost: float | Cost = 0.0,
     separable: bool = False,
-    check: Callable[[Watched], object] | None = None,
+    check: Callable[[Snapshot], object] | None = None,
 ) -> Callable[[Measure], Measure]:
     """Return a decorator that registers a quantity for :class:`CurvatureMonitor`.
 
     Args:
         name: Name, which must not be registered yet.
-        text: What it is, in one line.
-        group: What it is about: ``curvature``, ``stability``, ``gradients``, ``weights``,
+        text: Description in one line.
+        group: Subject: ``curvature``, ``stability``, ``gradients``, ``weights``,
             ``steps``, or a new word.
-        parts: What it shares with other quantities: ``gradient``, ``samples`` (gradients of single
-            samples), ``variance`` (of these gradients, in total), ``largest``, ``smallest``,
-            ``leading``, ``preconditioned`` (eigenvalues), ``spectra``, ``trace``, ``step``.
-        cost: What it costs without its parts, in gradients of the watched samples.
-        separable: Whether the samples of a batch must not depend on each other, as they do with
-            batch norm in train mode. With ``samples`` or ``variance`` they must not.
+        parts: Measurements that it shares with other quantities: ``gradient``, ``samples``
+            (gradients of single samples), ``variance`` (of these gradients, in total),
+            ``largest``, ``smallest``, ``leading``, ``preconditioned`` (eigenvalues), ``spectra``,
+            ``trace``, ``step``.
+        cost: Cost without that of its parts, in gradients of the watched samples.
+        separable: Whether the samples of a batch must be independent of each other, which they are
+            not with batch norm in train mode. The parts ``samples`` and ``variance`` imply this.
         check: Called before training. It raises ``ValueError`` if the model or its loss does not
-            have the quantity. Defaults to a check that the samples are independent, if they must.
+            have the quantity. Defaults to a check of ``separable``.
     """
     if unknown := sorted(set(parts := tuple(parts)) - PARTS.keys()):
         raise ValueError(f"parts must be among {', '.join(PARTS)}; got {', '.join(unknown)}")
@@ -125,8 +126,8 @@ def register_quantity(
     return add
 
 
-def _check_samples(watched: Watched) -> None:
-    watched.memory.check_samples(watched.risk)
+def _check_samples(snapshot: Snapshot) -> None:
+    snapshot.memory.check_samples(snapshot.risk)
 
 
 def quantity_names() -> tuple[str, ...]:
@@ -138,7 +139,7 @@ def total_cost(settings: Settings) -> float:
     """Return the cost of all quantities of a monitor, in which each shared part counts once."""
     own_costs = sum(QUANTITIES[name].own_cost(settings) for name in settings.names)
     parts = settings.parts
-    # A pass over the gradients of samples has their variance as well.
+    # A pass over the gradients of single samples also gives their variance.
     parts = parts - {"variance"} if "samples" in parts else parts
     return own_costs + sum(PARTS[part](settings) for part in parts)
 
@@ -163,10 +164,10 @@ def _estimated(name: str, estimate: Estimate) -> Record:
     return {name: float(estimate.mean), f"{name}_stderr": float(estimate.stderr)}
 
 
-def _mean_over_runs(name: str, estimate: Estimate, watched: Watched) -> Record:
+def _mean_over_runs(name: str, estimate: Estimate, snapshot: Snapshot) -> Record:
     # A single run has no standard error.
     record = _estimated(name, estimate)
-    return record if len(watched.runs) > 1 else {name: record[name]}
+    return record if len(snapshot.runs) > 1 else {name: record[name]}
 
 
 # ------------------------------------------------------------------------------------------
@@ -176,28 +177,28 @@ def _mean_over_runs(name: str, estimate: Estimate, watched: Watched) -> Record:
 @register_quantity(
     "lambda_max", "largest eigenvalue, and the edge of stability of SGD", parts=["largest"]
 )
-def _(watched: Watched) -> Record:
-    run = watched.largest
+def _(snapshot: Snapshot) -> Record:
+    run = snapshot.largest
     value = float(run.values[-1])
     record = {"lambda_max": value, "lambda_max_residual": float(run.residuals[-1])}
     # The edge of a preconditioned method is not a threshold of this eigenvalue.
-    threshold = None if watched.edge is None else watched.edge.threshold
+    threshold = None if snapshot.edge is None else snapshot.edge.threshold
     if threshold is None:
         return record
     return record | {"threshold": threshold, "sharpness_ratio": value / threshold}
 
 
 @register_quantity("lambda_min", "smallest eigenvalue", parts=["smallest"])
-def _(watched: Watched) -> Record:
-    run = watched.smallest
+def _(snapshot: Snapshot) -> Record:
+    run = snapshot.smallest
     return {"lambda_min": float(run.values[0]), "lambda_min_residual": float(run.residuals[0])}
 
 
 @register_quantity("trace", "trace, and the mean eigenvalue", parts=["trace"])
-def _(watched: Watched) -> Record:
-    record = _estimated("trace", watched.trace)
+def _(snapshot: Snapshot) -> Record:
+    record = _estimated("trace", snapshot.trace)
     # The sum of the P eigenvalues is the trace.
-    return record | {"mean_eigenvalue": record["trace"] / watched.risk.space.size}
+    return record | {"mean_eigenvalue": record["trace"] / snapshot.risk.space.size}
 
 
 @register_quantity(
@@ -205,64 +206,66 @@ def _(watched: Watched) -> Record:
     "Frobenius norm, and its square per parameter",
     cost=lambda settings: TUNING.product * settings.num_probes,
 )
-def _(watched: Watched) -> Record:
-    probes = watched.settings.num_probes
-    estimate = frobenius_norm(watched.op, num_probes=probes, generator=watched.generator())
+def _(snapshot: Snapshot) -> Record:
+    probes = snapshot.settings.num_probes
+    estimate = frobenius_norm(snapshot.op, num_probes=probes, generator=snapshot.generator())
     record = _estimated("frobenius_norm", estimate)
     # The sum of the squared eigenvalues is |H|_F^2.
-    return record | {"mean_square_eigenvalue": float(estimate) ** 2 / watched.risk.space.size}
+    return record | {"mean_square_eigenvalue": float(estimate) ** 2 / snapshot.risk.space.size}
 
 
 @register_quantity("spectrum", "Ritz values and weights of a Lanczos run", parts=["spectra"])
-def _(watched: Watched) -> Record:
-    run = watched.runs[0]
+def _(snapshot: Snapshot) -> Record:
+    run = snapshot.runs[0]
     return {"ritz_values": run.values.tolist(), "ritz_weights": run.weights.tolist()}
 
 
 @register_quantity("density", "spectral density, smoothed, at 128 points", parts=["spectra"])
-def _(watched: Watched) -> Record:
-    smooth = watched.density.smoothed()
+def _(snapshot: Snapshot) -> Record:
+    smooth = snapshot.density.smoothed()
     x = torch.linspace(*smooth.support, 128, dtype=torch.float64)
     return {"density_x": x.tolist(), "density": smooth.pdf(x).tolist()}
 
 
 @register_quantity("negative_mass", "fraction of negative eigenvalues", parts=["spectra"])
-def _(watched: Watched) -> Record:
+def _(snapshot: Snapshot) -> Record:
     # The weights of a run sum to one. Those below zero estimate the fraction of negative
     # eigenvalues.
-    mass = watched.mean_over_runs(
+    mass = snapshot.mean_over_runs(
         lambda run: float(run.weights[negative_values(run)[0]].sum()), "mass below zero"
     )
-    return _mean_over_runs("negative_mass", mass, watched)
+    return _mean_over_runs("negative_mass", mass, snapshot)
 
 
 @register_quantity("degeneracy", "fraction of eigenvalues near zero", parts=["spectra"])
-def _(watched: Watched) -> Record:
-    found = rank_degeneracy(watched.runs, matrix=watched.settings.matrix)
-    record = _mean_over_runs("degeneracy", found.mass, watched)
+def _(snapshot: Snapshot) -> Record:
+    found = rank_degeneracy(snapshot.runs, matrix=snapshot.settings.matrix)
+    record = _mean_over_runs("degeneracy", found.mass, snapshot)
     return record | {"degeneracy_truncation": float(found.mass.truncation)}
 
 
-@register_quantity("bulk", "edges of the bulk, and the number of outliers", parts=["spectra"])
-def _(watched: Watched) -> Record:
-    found = bulk_edge(watched.runs)
+@register_quantity(
+    "bulk", "edges of the bulk of the spectrum, and the number of outliers", parts=["spectra"]
+)
+def _(snapshot: Snapshot) -> Record:
+    found = bulk_edge(snapshot.runs)
     outliers = float(len(found.outliers))
     return {"bulk_lower": found.lower, "bulk_upper": found.upper, "num_outliers": outliers}
 
 
 @register_quantity(
     "variance",
-    "P sigma^2, the variance of the matrices of single samples",
+    "variance of the curvature matrices of single samples, P sigma^2",
     separable=True,
     cost=lambda settings: TUNING.grouped * settings.num_probes + TUNING.traced,
 )
-def _(watched: Watched) -> Record:
-    settings = watched.settings
+def _(snapshot: Snapshot) -> Record:
+    settings = snapshot.settings
     estimate = curvature_variance(
-        watched.risk,
+        snapshot.risk,
         matrix=settings.matrix,
         num_probes=settings.num_probes,
-        generator=watched.generator(),
+        generator=snapshot.generator(),
     )
     return _estimated("variance", estimate)
 
@@ -273,11 +276,11 @@ def _(watched: Watched) -> Record:
     separable=True,
     cost=lambda settings: TUNING.product * settings.num_probes + TUNING.traced + 5,
 )
-def _(watched: Watched) -> Record:
-    op = fisher(watched.risk, kind="empirical")
-    options: Any = {"num_probes": watched.settings.num_probes}
-    whole = frobenius_norm(op, generator=watched.generator(), **options)
-    part = diagonal(op, generator=watched.generator(), **options)
+def _(snapshot: Snapshot) -> Record:
+    op = fisher(snapshot.risk, kind="empirical")
+    options: Any = {"num_probes": snapshot.settings.num_probes}
+    whole = frobenius_norm(op, generator=snapshot.generator(), **options)
+    part = diagonal(op, generator=snapshot.generator(), **options)
     norm = float(part.mean.double().norm())
     return _estimated("fisher_norm", whole) | {"fisher_diagonal_norm": norm}
 
@@ -288,23 +291,23 @@ def _(watched: Watched) -> Record:
 
 @register_quantity(
     "edge",
-    "curvature over the edge of stability of the optimiser",
+    "largest eigenvalue, relative to the edge of stability of the optimiser",
     group="stability",
     parts=["preconditioned"],
 )
-def _(watched: Watched) -> Record:
-    edge = watched.edge
+def _(snapshot: Snapshot) -> Record:
+    edge = snapshot.edge
     if edge is None:
         return {}
     if edge.threshold is not None:
-        value = float(watched.largest.values[-1])
+        value = float(snapshot.largest.values[-1])
         return {"threshold": edge.threshold, "sharpness_ratio": value / edge.threshold}
-    run = watched.preconditioned
+    run = snapshot.preconditioned
     if run is None:
         return {}
     value = float(run.values[-1])
     return {
-        # Of S (H + Gamma) S, whose threshold does not depend on the learning rates.
+        # The eigenvalue of S (H + Gamma) S, whose threshold does not depend on learning rates.
         "preconditioned_lambda_max": value,
         "preconditioned_residual": float(run.residuals[-1]),
         "preconditioned_threshold": edge.limit,
@@ -314,17 +317,17 @@ def _(watched: Watched) -> Record:
 
 @register_quantity(
     "overlap",
-    "part of the gradient in the leading eigenvectors, and the curvature along it",
+    "share of the squared gradient in the leading eigenvectors; curvature along the gradient",
     group="stability",
     parts=["leading", "gradient"],
     cost=TUNING.product,
 )
-def _(watched: Watched) -> Record:
-    if not bool(watched.gradient.any()):
+def _(snapshot: Snapshot) -> Record:
+    if not bool(snapshot.gradient.any()):
         return {}
-    matrix = watched.settings.matrix
+    matrix = snapshot.settings.matrix
     found = gradient_overlap(
-        watched.risk, watched.leading, matrix=matrix, gradient=watched.gradient
+        snapshot.risk, snapshot.leading, matrix=matrix, gradient=snapshot.gradient
     )
     record = {"gradient_overlap": float(found.share), "gradient_curvature": float(found.curvature)}
     return record | {"overlaps": found.overlaps.mean.tolist()}
@@ -337,28 +340,28 @@ def _(watched: Watched) -> Record:
 @register_quantity(
     "gradient_norm", "norm of the gradient, and the loss", group="gradients", parts=["gradient"]
 )
-def _(watched: Watched) -> Record:
-    norm = float(watched.gradient.double().norm())
-    return {"watched_loss": watched.loss, "gradient_norm": norm}
+def _(snapshot: Snapshot) -> Record:
+    norm = float(snapshot.gradient.double().norm())
+    return {"watched_loss": snapshot.loss, "gradient_norm": norm}
 
 
 SAMPLES: Any = {"group": "gradients", "parts": ["gradient", "samples"]}
-# What needs the norms of these gradients alone costs far less.
+# Quantities that need only the norms of these gradients cost far less.
 VARIANCE: Any = {"group": "gradients", "parts": ["gradient", "variance"]}
 
 
 @register_quantity("gradient_variance", "variance of the gradients of single samples", **VARIANCE)
-def _(watched: Watched) -> Record:
-    return {"gradient_variance": watched.total_variance}
+def _(snapshot: Snapshot) -> Record:
+    return {"gradient_variance": snapshot.total_variance}
 
 
 @register_quantity(
     "layer_variance",
-    "gradient_variance of each parameter tensor, and its squared gradient",
+    "variance of sample gradients and squared gradient, for each parameter tensor",
     **SAMPLES,
 )
-def _(watched: Watched) -> Record:
-    samples, space = watched.samples, watched.risk.space
+def _(snapshot: Snapshot) -> Record:
+    samples, space = snapshot.samples, snapshot.risk.space
     # Their sums over the layers are tr Sigma and |g|^2.
     vectors = {"gradient_variance": samples.variance, "gradient_square": samples.gradient.square()}
     return {
@@ -369,31 +372,31 @@ def _(watched: Watched) -> Record:
 
 
 @register_quantity("noise_scale", "simple noise scale in samples, tr Sigma / |g|^2", **VARIANCE)
-def _(watched: Watched) -> Record:
-    return {"noise_scale": _ratio(watched.total_variance, watched.square)}
+def _(snapshot: Snapshot) -> Record:
+    return {"noise_scale": _ratio(snapshot.total_variance, snapshot.square)}
 
 
 @register_quantity("signal_to_noise", "|g|^2 / (tr Sigma / B) of a training batch", **VARIANCE)
-def _(watched: Watched) -> Record:
+def _(snapshot: Snapshot) -> Record:
     # The gradient of B independent samples has the covariance Sigma / B.
-    noise = watched.total_variance / watched.batch_size
-    return {"signal_to_noise": _ratio(watched.square, noise)}
+    noise = snapshot.total_variance / snapshot.batch_size
+    return {"signal_to_noise": _ratio(snapshot.square, noise)}
 
 
 @register_quantity(
     "gsnr", "gradient signal-to-noise ratio: mean over parameters of g^2 / Var g", **SAMPLES
 )
-def _(watched: Watched) -> Record:
-    return {"gsnr": _mean_ratio(watched, 1.0)}
+def _(snapshot: Snapshot) -> Record:
+    return {"gsnr": _mean_ratio(snapshot, 1.0)}
 
 
 @register_quantity(
     "norm_test", "width of the norm test of a batch, sqrt(tr Sigma / (B |g|^2))", **VARIANCE
 )
-def _(watched: Watched) -> Record:
-    noise = _unbiased(watched.total_variance, watched) / watched.batch_size
+def _(snapshot: Snapshot) -> Record:
+    noise = _unbiased(snapshot.total_variance, snapshot) / snapshot.batch_size
     # The smallest theta with E |g_B - g|^2 <= theta^2 |g|^2.
-    return {"norm_test": _root(_ratio(noise, watched.square))}
+    return {"norm_test": _root(_ratio(noise, snapshot.square))}
 
 
 @register_quantity(
@@ -401,12 +404,12 @@ def _(watched: Watched) -> Record:
     "width of the inner product test of a batch, sqrt(Var(g_i'g) / (B |g|^4))",
     **SAMPLES,
 )
-def _(watched: Watched) -> Record:
-    samples = watched.samples
+def _(snapshot: Snapshot) -> Record:
+    samples = snapshot.samples
     # The mean of g_i'g is |g|^2, so these are its squared deviations.
-    gaps = (samples.products - watched.square).square()
-    noise = _unbiased(float(samples.weights @ gaps), watched) / watched.batch_size
-    return {"inner_product_test": _root(_ratio(noise, watched.square**2))}
+    gaps = (samples.products - snapshot.square).square()
+    noise = _unbiased(float(samples.weights @ gaps), snapshot) / snapshot.batch_size
+    return {"inner_product_test": _root(_ratio(noise, snapshot.square**2))}
 
 
 @register_quantity(
@@ -414,29 +417,32 @@ def _(watched: Watched) -> Record:
     "width of the orthogonality test of a batch: norm_test of the part of g_i orthogonal to g",
     **SAMPLES,
 )
-def _(watched: Watched) -> Record:
-    samples = watched.samples
+def _(snapshot: Snapshot) -> Record:
+    samples = snapshot.samples
     # |g_i|^2 - (g_i'g)^2 / |g|^2
-    along = samples.products.square() * _ratio(1.0, watched.square)
+    along = samples.products.square() * _ratio(1.0, snapshot.square)
     variance = float(samples.weights @ (samples.squares - along))
-    noise = _unbiased(variance, watched) / watched.batch_size
-    return {"orthogonality_test": _root(_ratio(noise, watched.square))}
+    noise = _unbiased(variance, snapshot) / snapshot.batch_size
+    return {"orthogonality_test": _root(_ratio(noise, snapshot.square))}
 
 
-@register_quantity("cabs", "batch size of CABS, learning rate times tr Sigma / loss", **VARIANCE)
-def _(watched: Watched) -> Record:
-    rate = watched.learning_rate
-    # Without a learning rate there is no batch size that goes with it.
-    # B = alpha tr Sigma / L.
-    value = _ratio(rate * watched.total_variance, watched.loss)
+@register_quantity(
+    "cabs", "batch size of the CABS rule: learning rate times tr Sigma / loss", **VARIANCE
+)
+def _(snapshot: Snapshot) -> Record:
+    rate = snapshot.learning_rate
+    # B = alpha tr Sigma / L, which is not defined without a learning rate.
+    value = _ratio(rate * snapshot.total_variance, snapshot.loss)
     return {"cabs": value} if rate else {}
 
 
 @register_quantity(
-    "early_stopping", "1 - N mean(g^2 / Var g); above 0 the gradient is noise only", **SAMPLES
+    "early_stopping",
+    "criterion 1 - N mean(g^2 / Var g); above 0 the gradient cannot be told from noise",
+    **SAMPLES,
 )
-def _(watched: Watched) -> Record:
-    return {"early_stopping": 1 - watched.count * _mean_ratio(watched, _unbiased(1.0, watched))}
+def _(snapshot: Snapshot) -> Record:
+    return {"early_stopping": 1 - snapshot.count * _mean_ratio(snapshot, _unbiased(1.0, snapshot))}
 
 
 @register_quantity(
@@ -445,10 +451,10 @@ def _(watched: Watched) -> Record:
     group="gradients",
     parts=["gradient", "variance", "trace"],
 )
-def _(watched: Watched) -> Record:
+def _(snapshot: Snapshot) -> Record:
     # tr C = E |g_i|^2 = tr Sigma + |g|^2.
-    moment = watched.total_variance + watched.square
-    return {"tic_trace": _ratio(moment, float(watched.trace) + watched.settings.epsilon)}
+    moment = snapshot.total_variance + snapshot.square
+    return {"tic_trace": _ratio(moment, float(snapshot.trace) + snapshot.settings.epsilon)}
 
 
 @register_quantity(
@@ -457,13 +463,13 @@ def _(watched: Watched) -> Record:
     group="gradients",
     parts=["gradient", "samples"],
     cost=5,
-    check=lambda watched: watched.diagonal,
+    check=lambda snapshot: snapshot.diagonal,
 )
-def _(watched: Watched) -> Record:
-    samples, known = watched.samples, watched.diagonal
+def _(snapshot: Snapshot) -> Record:
+    samples, known = snapshot.samples, snapshot.diagonal
     # C_pp = Var g_p + g_p^2.
     moment = samples.variance + samples.gradient.square()
-    below = known + watched.settings.epsilon
+    below = known + snapshot.settings.epsilon
     # Parameters without gradient and curvature, such as those of dead units, add nothing.
     terms = torch.where((moment == 0) & (below == 0), 0.0, moment / below)
     return {"tic_diagonal": float(terms.sum())}
@@ -474,21 +480,21 @@ def _histogram(settings: Settings) -> float:
 
 
 @register_quantity(
-    "gradient_histogram", "histogram of the gradients of samples", cost=_histogram, **SAMPLES
+    "gradient_histogram", "histogram of the gradients of single samples", cost=_histogram, **SAMPLES
 )
-def _(watched: Watched) -> Record:
-    found: Histogram = watched.samples.histograms[1]
+def _(snapshot: Snapshot) -> Record:
+    found: Histogram = snapshot.samples.histograms[1]
     return {"gradient_histogram": found.counts.tolist(), "gradient_reach": found.reach}
 
 
 @register_quantity(
     "gradient_weight_histogram",
-    "histogram of the gradients of samples by weight",
+    "joint histogram of the gradients of single samples and the weights",
     cost=_histogram,
     **SAMPLES,
 )
-def _(watched: Watched) -> Record:
-    found: Histogram = watched.samples.histograms[2]
+def _(snapshot: Snapshot) -> Record:
+    found: Histogram = snapshot.samples.histograms[2]
     return {
         "gradient_weight_histogram": found.counts.tolist(),
         "gradient_reach": found.reach,
@@ -496,27 +502,27 @@ def _(watched: Watched) -> Record:
     }
 
 
-def _unbiased(mean: float, watched: Watched) -> float:
+def _unbiased(mean: float, snapshot: Snapshot) -> float:
     """Return a mean of squared deviations over the samples, times ``N / (N - 1)``."""
-    # g is the mean of the same N gradients, which takes one degree of freedom.
-    n = watched.count
+    # The mean g is estimated from the same N gradients, which costs one degree of freedom.
+    n = snapshot.count
     return mean * n / (n - 1) if n > 1 else math.nan
 
 
 def _ratio(top: float, bottom: float) -> float:
-    # A gradient of zero has no noise scale: null in the log.
+    # The ratio of a zero gradient is not defined: NaN, which is null in the log.
     return top / bottom if bottom else math.nan
 
 
 def _root(square: float) -> float:
-    # Roundoff of a gradient without noise.
+    # Without noise, roundoff can make the square negative.
     return math.sqrt(max(0.0, square)) if square == square else math.nan
 
 
-def _mean_ratio(watched: Watched, correction: float) -> float:
+def _mean_ratio(snapshot: Snapshot, correction: float) -> float:
     """Return the mean of g^2 / Var g over the parameters that any sample has a gradient in."""
-    samples = watched.samples
-    below = samples.variance * correction + watched.settings.epsilon
+    samples = snapshot.samples
+    below = samples.variance * correction + snapshot.settings.epsilon
     square = samples.gradient.square()
     alive = (square != 0) | (below != 0)
     return float((square[alive] / below[alive]).mean()) if bool(alive.any()) else math.nan
@@ -527,45 +533,43 @@ def _mean_ratio(watched: Watched, correction: float) -> float:
 
 
 @register_quantity("weight_norms", "L2 and Linf norms of the weights", group="weights")
-def _(watched: Watched) -> Record:
-    norms = optim.weight_norms(watched.risk.params)
+def _(snapshot: Snapshot) -> Record:
+    norms = optim.weight_norms(snapshot.risk.params)
     return {"weight_norm": norms.l2, "weight_max": norms.linf}
 
 
 @register_quantity("layer_norms", "L2 and Linf norms of each parameter tensor", group="weights")
-def _(watched: Watched) -> Record:
-    layers = optim.weight_norms(watched.risk.params).layers
+def _(snapshot: Snapshot) -> Record:
+    layers = optim.weight_norms(snapshot.risk.params).layers
     record = {f"weight_norm.{name}": l2 for name, (l2, _) in layers.items()}
     return record | {f"weight_max.{name}": linf for name, (_, linf) in layers.items()}
 
 
-@register_quantity(
-    "average_norms", "L2 and Linf norms of the average of the iterates", group="weights"
-)
-def _(watched: Watched) -> Record:
-    if watched.average is None:
+@register_quantity("average_norms", "L2 and Linf norms of the averaged weights", group="weights")
+def _(snapshot: Snapshot) -> Record:
+    if snapshot.average is None:
         return {}
-    norms = optim.weight_norms(watched.average)
+    norms = optim.weight_norms(snapshot.average)
     return {"average_weight_norm": norms.l2, "average_weight_max": norms.linf}
 
 
-@register_quantity("distance", "distance of the weights from their initial ones", group="weights")
-def _(watched: Watched) -> Record:
-    found = distance(watched.risk, watched.initial)
+@register_quantity("distance", "distance of the weights from the initial weights", group="weights")
+def _(snapshot: Snapshot) -> Record:
+    found = distance(snapshot.risk, snapshot.initial)
     return {"distance": found.l2, "distance_max": found.linf}
 
 
 @register_quantity(
     "effective_rates",
-    "learning rate over the squared norm, of weights before a normalisation",
+    "learning rate over squared norm, for weights that a normalisation layer follows",
     group="weights",
-    check=lambda watched: watched.memory.invariant_weights(watched.risk),
+    check=lambda snapshot: snapshot.memory.invariant_weights(snapshot.risk),
 )
-def _(watched: Watched) -> Record:
-    if watched.optimizer is None:
+def _(snapshot: Snapshot) -> Record:
+    if snapshot.optimizer is None:
         return {}
-    names = watched.memory.invariant_weights(watched.risk)
-    rates = optim.effective_rates(watched.risk.model, watched.optimizer, names)
+    names = snapshot.memory.invariant_weights(snapshot.risk)
+    rates = optim.effective_rates(snapshot.risk.model, snapshot.optimizer, names)
     if not rates:
         return {}
     mean = sum(rates.values()) / len(rates)
@@ -577,34 +581,34 @@ def _(watched: Watched) -> Record:
 
 
 @register_quantity("update_size", "norm of the last step", group="steps", parts=["step"])
-def _(watched: Watched) -> Record:
-    if watched.before is None:
+def _(snapshot: Snapshot) -> Record:
+    if snapshot.before is None:
         return {}
-    return {"update_size": float((watched.risk.theta - watched.before).double().norm())}
+    return {"update_size": float((snapshot.risk.theta - snapshot.before).double().norm())}
 
 
 @register_quantity(
     "alpha",
-    "where the last step landed: -1 at its start, 0 at the minimum along it, 1 beyond it",
+    "end of the last step on the parabola along it: -1 its start, 0 the minimum, 1 the other side",
     group="steps",
     parts=["step"],
     cost=2 * TUNING.product,
 )
-def _(watched: Watched) -> Record:
-    return {} if watched.local_step is None else {"alpha": watched.local_step}
+def _(snapshot: Snapshot) -> Record:
+    return {} if snapshot.local_step is None else {"alpha": snapshot.local_step}
 
 
 @register_quantity(
     "step",
-    "gradient, update, decay and effective rates of the last step, by eigenvector",
+    "gradient, update, weight decay and effective learning rates of the last step, by eigenvector",
     group="steps",
     parts=["step"],
     cost=lambda settings: TUNING.product * settings.num_steps,
 )
-def _(watched: Watched) -> Record:
-    reader, risk = watched.memory.reader, watched.risk
+def _(snapshot: Snapshot) -> Record:
+    reader, risk = snapshot.memory.reader, snapshot.risk
     run = lanczos(
-        watched.op, num_steps=watched.num_steps, vectors=True, generator=watched.generator()
+        snapshot.op, num_steps=snapshot.num_steps, vectors=True, generator=snapshot.generator()
     )
     vectors: Any = run.vectors
     reading = None if reader is None else reader.read(risk, run.values, vectors)

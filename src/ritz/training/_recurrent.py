@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ritz._core.distributed import all_gather_rows, all_max, rank, shard, unwrapped, world_size
+from ritz._core.distributed import all_max, gather_by_process, rank, shard, unwrapped
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import Adapter
 
@@ -56,7 +56,7 @@ class CarriedState:
     def rows(self) -> dict[str, Tensor]:
         """Return the states for a checkpoint: flat tensors, one row per process."""
         return {
-            f"{count}.{index}": gathered(_padded(tensor))
+            f"{count}.{index}": gather_by_process(_padded(tensor))
             for count, state in self._states.items()
             for index, tensor in enumerate(tree_leaves(state))
         }
@@ -93,16 +93,10 @@ def call_model(adapter: Adapter, batch: Any, state: Any) -> tuple[Any, Any, Any]
 
 
 def overwrite(state: Any, after: Any) -> None:
-    """Copy a state into the tensors of another; do nothing for ``None``."""
+    """Copy a state into the tensors of another; do nothing if there is no state."""
     if state is not None:
         for old, new in zip(tree_leaves(state), tree_leaves(after), strict=True):
             old.copy_(new.detach())
-
-
-def gathered(values: Tensor) -> Tensor:
-    """Return vectors of equal length of all processes, one row each, on the CPU."""
-    count = world_size()
-    return all_gather_rows(values, count * len(values)).reshape(count, -1).cpu().clone()
 
 
 def _padded(tensor: Tensor) -> Tensor:

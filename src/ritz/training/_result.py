@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.storage import storable
-from ritz.training._files import Record
+from ritz.training._log import Record
 
 
 @storable

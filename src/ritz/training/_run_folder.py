@@ -16,9 +16,10 @@ from ritz._core.training_config import TrainingConfig, check_same
 from ritz.curvature import Risk
 from ritz.data import TextSplit
 from ritz.optim._shared import update_settings
+from ritz.training._checkpoint import AVERAGE, CHECKPOINT, WEIGHTS, FilePath, Folder
 from ritz.training._data import DataParts, limited, measurable, sample
-from ritz.training._files import AVERAGE, LOG, NAME, WEIGHTS, FilePath, Folder, times_path
 from ritz.training._fit import fit
+from ritz.training._log import LOG, times_path
 from ritz.training._monitor import CurvatureMonitor
 from ritz.training._optimizers import create_optimizer
 from ritz.training._result import TrainingResult
@@ -28,7 +29,7 @@ CONFIG = "run.json"
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How much of the data is watched: samples, or tokens of a text."""
+    """Default numbers of samples that a monitor watches; of a text, numbers of tokens."""
 
     # On one core, 1,024 samples of VGG-16 take 7.1 % of five epochs of 50,000 images, and 512 take
     # 3.6 %, extrapolated from 128 and 1,280 (docs/monitors.md).
@@ -43,7 +44,7 @@ TUNING = Tuning()
 
 
 def num_watched(model: nn.Module) -> int:
-    """Return how many samples of the data of a network are watched by default."""
+    """Return the default number of samples that the monitor of a network watches."""
     size = sum(p.numel() for p in model.parameters())
     return TUNING.watched_large if size > TUNING.large else TUNING.watched
 
@@ -129,11 +130,11 @@ def train_run(
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     target, monitors = Path(folder), list[CurvatureMonitor]()
-    started = any((target / name).exists() for name in (NAME, WEIGHTS))
+    started = any((target / name).exists() for name in (CHECKPOINT, WEIGHTS))
     if config.training.resume and started and (target / CONFIG).is_file():
-        # As JSON on both sides: there tuples are lists, and paths are text.
+        # Both as JSON, in which tuples are lists and paths are text.
         before, now = (json.loads(to_json(each)) for each in (read_run(target), config))
-        # `fit` compares the options of training. The folder of the data may have moved.
+        # `fit` compares the options of training. `data_dir` may differ: data can be moved.
         fixed = {name: now[name] for name in now if name not in ("training", "data_dir")}
         check_same(before, fixed, target / CONFIG)
     if watch is not None:
@@ -203,17 +204,19 @@ def run_weights(folder: FilePath, *, average: bool = False) -> Path:
         folder: Folder of a run.
         average: Return the file of averaged weights instead.
     """
-    names = (AVERAGE,) if average else (WEIGHTS, NAME)
+    names = (AVERAGE,) if average else (WEIGHTS, CHECKPOINT)
     for name in names:
         if (path := Path(folder) / name).is_file():
             return path
-    reason = ", which a run with an average writes at its end" if average else ""
-    raise FileNotFoundError(f"no weights in {folder}: it has no {' nor '.join(names)}{reason}")
+    missing = (
+        "no {}, which a run with an average writes at its end" if average else "neither {} nor {}"
+    )
+    raise FileNotFoundError(f"no weights in {folder}: it has {missing.format(*names)}")
 
 
 def run_files(folder: FilePath) -> list[Path]:
     """Return the files that training has written to a folder, without results of measurements."""
-    names = {CONFIG, LOG, times_path(LOG).name, NAME, WEIGHTS, AVERAGE}
+    names = {CONFIG, LOG, times_path(LOG).name, CHECKPOINT, WEIGHTS, AVERAGE}
     paths = sorted(Path(folder).iterdir())
     return [path for path in paths if path.name in names or path.match("epoch-[0-9]*.safetensors")]
 
@@ -229,7 +232,7 @@ def advised_settings(
         momentum: Another momentum.
     """
     training = config.training
-    # Only the settings are read. Some optimisers take a model in place of parameters.
+    # The optimiser is created only to read its settings. Some optimisers take a model.
     layer = nn.Linear(1, 1)
     made = create_optimizer(
         training.optimizer, layer.parameters(), model=layer, **training.optimizer_settings
@@ -237,7 +240,7 @@ def advised_settings(
     name, of_run, rate = update_settings(made, training.optimizer)
     if optimizer not in (None, name):
         return {"optimizer": optimizer, "momentum": momentum}
-    # A learning rate is good evidence only with the batch size that it was used with.
+    # The learning rate is evidence only for the batch size that it was used with.
     known = (training.batch_size, rate) if training.batch_size and rate > 0 else None
     return {
         "optimizer": name,

@@ -14,7 +14,7 @@ from ritz.curvature._shared import losses_alone, sample_gradient_parts
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Sizes of the work of a pass."""
+    """Limits on the memory of a pass."""
 
     # Entries of the sample gradients in memory at once: 16 MiB of float32. For 1,024 samples
     # and a perceptron of 79,510 parameters on one core, 2^20 took the same time, and 2^24 took 1.7
@@ -88,13 +88,14 @@ def sample_gradients(
         risk: The loss at a point, whose samples can be separated.
         gradient: Its gradient, ``(P,)``.
         num_bins: Bins of the histograms, a power of two.
-        histograms: Numbers of dimensions of the histograms to count.
+        histograms: Histograms to count, by their number of dimensions: 1 of gradients, 2 of
+            gradients and weights.
     """
     sums = torch.zeros_like(gradient, dtype=torch.float64)
     squares, products, weights = list[Tensor](), list[Tensor](), list[Tensor]()
     theta = risk.theta
     counters = {size: _Counter(num_bins, theta if size == 2 else None) for size in histograms}
-    # As many samples at a time as have so many entries of gradients together.
+    # Number of samples whose gradients fit into `entries`.
     entries = TUNING.entries_cuda if gradient.is_cuda else TUNING.entries
     chunk, problems = max(1, entries // len(gradient)), list[str]()
     with torch.no_grad(), risk.settings():

@@ -1,7 +1,9 @@
 """Names that other packages of ritz need and users do not."""
 
+from ritz.training._checkpoint import CHECKPOINT, WEIGHTS
 from ritz.training._data import DataParts, as_parts, first_batch
-from ritz.training._files import LOG, NAME, WEIGHTS
+from ritz.training._jobs import available_cores
+from ritz.training._log import LOG
 from ritz.training._optimizers import create_optimizer
 from ritz.training._quantities import QUANTITIES
 from ritz.training._run_folder import (
@@ -16,4 +18,3 @@ from ritz.training._run_folder import (
 )
 from ritz.training._sweep import outcome, plan_sweep, run_plan
 from ritz.training._weights import tensor_state
-from ritz.training._workers import available_cores

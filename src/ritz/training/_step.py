@@ -1,105 +1,42 @@
-"""One training step: forward pass, backward pass and update; and evaluation."""
+"""One training step: forward pass, backward pass, update, and sums of losses and accuracies."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ritz._core.batch_norm import batch_norms, evaluating
-from ritz._core.batches import num_rows, tensors
-from ritz._core.checks import check_count
+from ritz._core.batch_norm import batch_norms
+from ritz._core.batches import num_rows
 from ritz._core.distributed import all_sum, world_size
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
-from ritz.curvature._shared import (
-    Adapter,
-    Forward,
-    check_labels,
-    check_scores,
-    is_kept,
-    term_mass,
-)
+from ritz.curvature._shared import Adapter, check_labels, check_scores, is_kept, term_mass
 from ritz.models import with_ghost_batch_norm
-from ritz.optim import CovarianceNoise, Lookahead
+from ritz.optim import CovarianceNoise
 from ritz.optim._shared import curvature_of
-from ritz.training._data import own_rows
-from ritz.training._recurrent import ActivationPenalty, call_model, carried_state, overwrite
+from ritz.training._recurrent import ActivationPenalty, call_model, overwrite
 
 # ------------------------------------------------------------------------------------------
 # One step: forward pass, backward pass and update, with losses summed on the device.
 
 
 class Piece(NamedTuple):
-    """A batch and its share of the gradient of a step.
+    """The rows of a batch for this process, and their share of the gradient of a step.
 
-    A piece that is not ``real`` stands in for a process without rows and has no weight. The batch
-    starts from ``state``, which is then overwritten by the state after the batch.
+    A piece that is not ``real`` has no weight: it lets a process without rows take part in a step.
+    A recurrent model starts from ``state``, which is overwritten by the state after the batch.
     """
 
     batch: Any
     share: float | Tensor = 1.0
     real: bool = True
     state: Any = None
-
-
-@final
-class Totals:
-    """Sums of losses, correct answers and labels over batches, on the device.
-
-    Nothing is read from the device before :meth:`means`. The mean is over what the loss averages
-    over: labels that are not ignored, by the weights of their classes.
-    """
-
-    def __init__(self, device: torch.device, top_k: int | None = None) -> None:
-        self.top_k = top_k
-        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
-        # Views, so that adding needs no indexing.
-        self._loss, self._mass, self._right, self._labels, self._near = self.sums.unbind()
-
-    def add(self, adapter: Adapter, batch: Any, loss: Tensor, outputs: Any, target: Any) -> None:
-        """Add a batch with mean loss ``loss``."""
-        mass = batch_mass(adapter, batch, target)
-        if isinstance(mass, Tensor):
-            # If all labels are ignored, the mean is 0/0 and the sum is 0.
-            self._loss.add_((loss.detach().double() * mass).masked_fill(mass == 0, 0.0))
-        else:
-            # The sum of a batch is its mean times its mass, so batches of any sizes add up.
-            self._loss.add_(loss.detach(), alpha=mass)
-        self._mass.add_(mass)
-        # Accuracy leaves out the labels that the loss ignores.
-        if classes := num_classes(outputs, target):
-            counted = is_kept(adapter.loss_fn.call, target)
-            self._right.add_(((outputs.detach().argmax(1) == target) & counted).sum())
-            self._labels.add_(counted.sum())
-            if self.top_k is not None:
-                first = outputs.detach().topk(min(self.top_k, classes), dim=1).indices
-                self._near.add_(((first == target.unsqueeze(1)).any(1) & counted).sum())
-
-    def means(self) -> dict[str, float]:
-        """Return mean loss and, for classes, accuracy over all processes; waits for the device."""
-        loss, mass, right, labels, near = all_sum(self.sums).tolist()
-        means = {"loss": loss / mass if mass else math.nan}
-        if labels:
-            means["accuracy"] = right / labels
-            if self.top_k is not None:
-                means[f"top{self.top_k}_accuracy"] = near / labels
-        return means
-
-
-def num_classes(outputs: Any, target: Any) -> int:
-    """Return the number of classes if outputs are scores of classes in dimension 1, else 0."""
-    if not (isinstance(outputs, Tensor) and isinstance(target, Tensor)):
-        return 0
-    # The layout of cross_entropy: outputs (n, classes, ...) and targets (n, ...).
-    classes = not target.is_floating_point() and outputs.ndim == target.ndim + 1 > 1
-    return outputs.shape[1] if classes else 0
 
 
 @final
@@ -178,7 +115,7 @@ class Step:
                 check_scores(adapter.loss_fn.call, outputs, target, "the first batch")
                 check_labels(adapter.loss_fn.call, outputs, target, "the first batch", some=False)
                 self.num_classes = num_classes(outputs, target)
-            # `loss` is logged, `part` is differentiated: the penalty and the share go into `part`.
+            # `loss` is logged, and `part` is differentiated: it has the penalty and the share.
             loss = part = adapter.loss(outputs, target)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 got = (
@@ -205,17 +142,6 @@ class Step:
             self.totals.add(adapter, piece.batch, loss, outputs, target)
 
 
-def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
-    """Return the weight of a batch in means: what its loss divides by, or its rows if unknown.
-
-    This is a tensor if labels may be ignored, because counting them would wait for the device.
-    """
-    mass = term_mass(adapter.loss_fn.call, target)
-    if mass is not None:
-        return mass
-    return target.numel() if isinstance(target, Tensor) else num_rows(batch)
-
-
 def autocast(
     precision: str, device: torch.device, *, cached: bool = True
 ) -> AbstractContextManager[Any]:
@@ -231,12 +157,80 @@ def scaled_learning_rates(optimizer: Optimizer, factor: float) -> Iterator[None]
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            # Not in place: a learning rate that is a tensor must be restored as the same object.
+            # Not in place: if a learning rate is a tensor, the same object must be restored.
             group["lr"] = rate * factor
         yield
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+# ------------------------------------------------------------------------------------------
+# Sums over batches, from which the means follow.
+
+
+@final
+class Totals:
+    """Sums of losses, correct answers and labels over batches, on the device.
+
+    Nothing is read from the device before :meth:`means`. The mean is over what the loss averages
+    over: labels that are not ignored, by the weights of their classes.
+    """
+
+    def __init__(self, device: torch.device, top_k: int | None = None) -> None:
+        self.top_k = top_k
+        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
+        # Views, so that adding needs no indexing.
+        self._loss, self._mass, self._right, self._labels, self._near = self.sums.unbind()
+
+    def add(self, adapter: Adapter, batch: Any, loss: Tensor, outputs: Any, target: Any) -> None:
+        """Add a batch with mean loss ``loss``."""
+        mass = batch_mass(adapter, batch, target)
+        if isinstance(mass, Tensor):
+            # If all labels are ignored, the mean loss is 0/0, but the sum is 0.
+            self._loss.add_((loss.detach().double() * mass).masked_fill(mass == 0, 0.0))
+        else:
+            # The sum of a batch is its mean times its mass, so batches of any sizes add up.
+            self._loss.add_(loss.detach(), alpha=mass)
+        self._mass.add_(mass)
+        # Accuracy leaves out the labels that the loss ignores.
+        if classes := num_classes(outputs, target):
+            counted = is_kept(adapter.loss_fn.call, target)
+            self._right.add_(((outputs.detach().argmax(1) == target) & counted).sum())
+            self._labels.add_(counted.sum())
+            if self.top_k is not None:
+                first = outputs.detach().topk(min(self.top_k, classes), dim=1).indices
+                self._near.add_(((first == target.unsqueeze(1)).any(1) & counted).sum())
+
+    def means(self) -> dict[str, float]:
+        """Return mean loss and, for classes, accuracy over all processes; waits for the device."""
+        loss, mass, right, labels, near = all_sum(self.sums).tolist()
+        means = {"loss": loss / mass if mass else math.nan}
+        if labels:
+            means["accuracy"] = right / labels
+            if self.top_k is not None:
+                means[f"top{self.top_k}_accuracy"] = near / labels
+        return means
+
+
+def num_classes(outputs: Any, target: Any) -> int:
+    """Return the number of classes if outputs are scores of classes in dimension 1, else 0."""
+    if not (isinstance(outputs, Tensor) and isinstance(target, Tensor)):
+        return 0
+    # The layout of cross_entropy: outputs (n, classes, ...) and targets (n, ...).
+    classes = not target.is_floating_point() and outputs.ndim == target.ndim + 1 > 1
+    return outputs.shape[1] if classes else 0
+
+
+def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
+    """Return the weight of a batch in means: what its loss divides by, or its rows if unknown.
+
+    This is a tensor if labels may be ignored, because counting them would wait for the device.
+    """
+    mass = term_mass(adapter.loss_fn.call, target)
+    if mass is not None:
+        return mass
+    return target.numel() if isinstance(target, Tensor) else num_rows(batch)
 
 
 # ------------------------------------------------------------------------------------------
@@ -263,74 +257,3 @@ def explain_one_row(error: ValueError, rows: int, config: TrainingConfig) -> Val
         f"a batch size (--batch-size) other than {config.batch_size or 'that of the loader'}, and "
         "start again with resume=False (--restart)"
     )
-
-
-# ------------------------------------------------------------------------------------------
-# Loss and accuracy of a model.
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    loss_fn: Callable[..., Any] | None = cross_entropy,
-    forward: Forward | None = None,
-    precision: str = "float32",
-    carry_state: bool | None = None,
-    top_k: int | None = None,
-) -> dict[str, float]:
-    """Return the mean ``loss`` of a model in eval mode and, for classes, its ``accuracy``.
-
-    The mean is over targets that the loss does not ignore, so batches of different sizes count
-    correctly. The mode of the model is restored. With several processes, pass all batches to every
-    process; each computes its share, and all return the same result.
-
-    Args:
-        model: Any module.
-        batches: Batches on the device of the model, each ``(*inputs, target)`` or a dictionary.
-        loss_fn: Mean loss of outputs and target; ``None`` if the model returns its loss.
-        forward: Takes the model and a batch and returns ``(outputs, target)``, for other batches.
-        precision: ``float32``, ``tf32``, ``bfloat16`` or ``float16``; the last two use autocast.
-        carry_state: Pass the state of a recurrent model from batch to batch; see ``CarriedState``.
-            Defaults to ``batches.consecutive``, which is true for text. Each call starts with the
-            initial state. Not possible with ``forward``.
-        top_k: Also return the fraction of targets among the k largest scores, as ``top5_accuracy``
-            for 5.
-    """
-    if top_k is not None:
-        top_k = check_count("top_k", top_k)
-    adapter = Adapter(model, loss_fn, forward)
-    wanted = getattr(batches, "consecutive", False) if carry_state is None else carry_state
-    carried, totals = carried_state(adapter, wanted=wanted), None
-    with evaluating(model, batch_statistics=False):
-        for batch in batches:
-            rows, count, real = own_rows(batch)
-            totals = totals or Totals(device_of(model, rows), top_k)
-            if not real:
-                continue
-            state = None if carried is None else carried.of(count)
-            with autocast(precision, totals.sums.device):
-                outputs, target, after = call_model(adapter, rows, state)
-                check_scores(adapter.loss_fn.call, outputs, target, "batches")
-                check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
-                loss = adapter.loss(outputs, target)
-            overwrite(state, after)
-            totals.add(adapter, rows, loss, outputs, target)
-    if totals is None:
-        raise ValueError("batches must contain at least one batch, got none")
-    return totals.means()
-
-
-def device_of(model: nn.Module, batch: Any = ()) -> torch.device:
-    """Return the device of a model, or of a batch if the model has no parameters."""
-    first = next(model.parameters(), next(iter(tensors(batch)), None))
-    return torch.device("cpu") if first is None else first.device
-
-
-def nested(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimiser and those that Lookahead wraps, outermost first."""
-    chain = [optimizer]
-    while isinstance(optimizer := chain[-1], Lookahead):
-        chain.append(optimizer.optimizer)
-    return chain

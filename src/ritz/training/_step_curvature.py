@@ -1,4 +1,4 @@
-"""The curvature that optimiser and damping of a run need: when it is due, and of which samples."""
+"""Curvature for second-order optimisers and damping rules: when, and on which samples."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,9 +18,9 @@ from ritz.curvature import Risk
 from ritz.curvature._shared import Adapter, Forward
 from ritz.optim import CurvatureOptimizer, Damping
 from ritz.training._data import Feed, num_samples, own_rows, sample
-from ritz.training._step import nested
+from ritz.training._optimizers import nested
 
-# Samples on which shrinkage and noise are measured, as many as a monitor watches.
+# Number of samples on which the rules `shrinkage` and `noise` measure, as for a monitor.
 MEASURED = 1024
 # Steps between adaptations of the damping: T1 = 5 of Martens and Grosse (2015), section 6.5.
 ADAPTED = 5
@@ -63,7 +63,7 @@ class StepCurvature:
         self._optimizer = optimizer
         chain = nested(optimizer)
         self._curved = [each for each in chain if isinstance(each, CurvatureOptimizer)]
-        # An option without effect is a mistake of the user.
+        # An option that would have no effect is refused.
         if config.curvature_batch_size is not None and not self._curved:
             kind = type(optimizer).__name__
             raise ValueError(
@@ -126,7 +126,8 @@ class StepCurvature:
             yield
 
     def _samples_per_step(self, batches: Sequence[Any], epoch: int) -> int:
-        # The last step of an epoch may have fewer samples. Its damping would hold for longer.
+        # Not the size of this batch: the last one of an epoch may be smaller, and the damping is
+        # kept for many steps.
         size = self._feed.batch_size_in(epoch) or max(num_rows(batch) for batch in batches)
         return size * self._config.accumulate
 

@@ -29,14 +29,15 @@ from ritz._core.registry import suggest
 from ritz._core.results import Estimate, format_uncertain
 from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, combine
+from ritz.training._checkpoint import FilePath
 from ritz.training._data import PARTS, as_parts, loader_generators
-from ritz.training._files import LOG, FilePath, read_log
 from ritz.training._fit import fit
+from ritz.training._jobs import Compute, run_tasks
+from ritz.training._log import LOG, read_log
 from ritz.training._optimizers import create_optimizer
 from ritz.training._result import TrainingResult, TrainingStatus
-from ritz.training._workers import Compute, run_tasks
 
-# Options of a run that are no options of training: of the optimiser, the model and the data.
+# Prefixes of settings that are not fields of TrainingConfig.
 GROUPS = ("optimizer", "model", "data")
 SHORT = ("lr", "weight_decay")  # settings of the optimiser that need no prefix
 # Points are compared by the first of these metrics that all runs have.
@@ -91,8 +92,8 @@ class SweepResult:
 
 
 def describe(grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> str:
-    """Return the number of runs of a sweep, such as ``6 runs: 3 of lr x 2 seeds``."""
-    parts = [f"{len(values)} of {name}" for name, values in grid.items()]
+    """Return the number of runs of a sweep, such as ``6 runs: 3 values of lr x 2 seeds``."""
+    parts = [f"{len(v)} value{'s' * (len(v) > 1)} of {name}" for name, v in grid.items()]
     parts.append(f"{len(seeds)} seed{'s' * (len(seeds) > 1)}")
     total = len(seeds) * math.prod(map(len, grid.values()))
     return f"{total} run{'s' * (total > 1)}: {' x '.join(parts)}"
@@ -143,7 +144,7 @@ def _spread(values: Tensor) -> str:
 
 
 def _remark(point: dict[str, Any], outcomes: list[str], result: SweepResult) -> str:
-    """Return what is to be said about a point: best, tied, diverged, not finished."""
+    """Return the remark on a point: best, tied, or how many runs diverged or are not finished."""
     ended = {"completed": "", "stopped": "", "": "not run"}
     words = [ended.get(outcome, outcome) for outcome in outcomes]
     remarks = [
@@ -315,8 +316,9 @@ class Plan:
     folder: Path | None
 
     def __str__(self) -> str:
-        epochs = "" if "num_epochs" in self.grid else f", epochs: {self.base.num_epochs}"
-        return f"{describe(self.grid, self.seeds)}{epochs}"
+        number = self.base.num_epochs
+        epochs = f"; {number} epoch{'s' * (number > 1)} each"
+        return describe(self.grid, self.seeds) + ("" if "num_epochs" in self.grid else epochs)
 
 
 def plan_sweep(
@@ -383,7 +385,7 @@ def _name(chosen: Mapping[str, Any]) -> str:
     name = re.sub(r"[^\w.,=+-]+", "_", whole)
     if name == whole and len(name) <= LONGEST:
         return name
-    # Two values may differ in what was replaced or cut.
+    # A tag tells names apart that differ only in characters that were replaced or cut.
     return f"{name[:LONGEST]}-{sha256(whole.encode()).hexdigest()[:8]}"
 
 
@@ -582,7 +584,7 @@ def _best(values: Tensor, metric: str) -> tuple[int | None, list[int]]:
     counts = values.isfinite().sum(1)
     if not bool(counts.any()):
         return None, []
-    # A point of which a run diverged is not compared by the others.
+    # Points with a diverged run are not candidates.
     rows = (counts == counts.max()).nonzero().flatten().tolist()
     sign = 1.0 if _rises(metric) else -1.0
     best = max(rows, key=lambda row: sign * float(values[row].nanmean()))
@@ -593,7 +595,7 @@ def _best(values: Tensor, metric: str) -> tuple[int | None, list[int]]:
         differences = differences[differences.isfinite()]
         if row != best and len(differences) > 1:
             mean = Estimate.of(differences, method="paired by seeds", num_products=0)
-            # Student's interval: what is skewed in both runs cancels in their difference.
+            # Student's interval, since differences of pairs are nearly symmetric.
             if is_below(abs(float(mean)), float(replace(mean, samples=None).error())):
                 tied.append(row)
     return best, tied

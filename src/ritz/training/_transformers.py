@@ -12,10 +12,10 @@ from ritz.training._writers import scalars
 class TrainerCallback(trainer_callback.TrainerCallback):
     """Measures curvature during a training by the Trainer of Hugging Face.
 
-    With ``log``, the numbers go where those of the trainer go (``report_to``) and into its
-    ``log_history``, with tags that begin with ``curvature/``; otherwise to the writer and the log
-    of the monitor alone. Training is the same as without, bit for bit. Several processes: the first
-    one measures::
+    With ``log``, the numbers go to the tools in ``report_to`` and into the ``log_history`` of the
+    trainer, with tags that begin with ``curvature/``. Without it, they go only to the writer and
+    the log of the monitor. Training is bit for bit the same as without the callback. With several
+    processes, the first one measures::
 
         monitor = CurvatureMonitor(batches, loss_fn=None, every=100, unit="step")
         trainer.add_callback(TrainerCallback(monitor, log=trainer.log))
@@ -46,13 +46,13 @@ class TrainerCallback(trainer_callback.TrainerCallback):
     def _measure(
         self, state: Any, control: Any, count: int, *, model: Any, optimizer: Any, **kwargs: Any
     ) -> None:
-        # The other processes need not wait here: measuring exchanges nothing between processes.
+        # The other processes do not wait: a measurement needs no communication.
         if not state.is_world_process_zero:
             return
         record = self.monitor(count, model, _plain(optimizer))
         if record is None or self._log is None:
             return
-        # Logging withdraws the request to log the loss of this step.
+        # `log` resets should_log, and the trainer would then not log the loss of this step.
         due = control.should_log
         self._log({f"curvature/{name}": value for name, value in scalars(record).items()})
         control.should_log = due

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ritz._core import storage
 from ritz._core.storage import CorruptFileError
-from ritz.training._files import FilePath
+from ritz.training._checkpoint import FilePath
 
 PREFIX = "model."  # names of the weights in a checkpoint begin with it
 
@@ -90,7 +90,7 @@ def tensor_state(model: nn.Module) -> dict[str, Tensor]:
 
 def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors under the names that they have if no part of the model is compiled."""
-    # torch.compile puts a part of its own into names.
+    # torch.compile inserts this into names.
     return {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}
 
 
@@ -100,7 +100,7 @@ def _untie(
     """Return the tensors of a file, with those that the model ties under all their names."""
     groups: dict[Any, list[str]] = {}
     for name, x in state.items():
-        # Tied tensors agree in all of these. An empty tensor has no address.
+        # Tied tensors share address, dtype, shape and strides. Empty tensors have no address.
         place = (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.numel() else name
         groups.setdefault(place, []).append(name)
     for names in groups.values():

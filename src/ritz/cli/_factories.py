@@ -1,4 +1,4 @@
-"""Models, data sets and losses by name: registered names, or ``module:factory`` of the user."""
+"""Models, data sets, losses and devices by name: registered names, or ``module:factory``."""
 
 import ast
 import difflib
@@ -9,18 +9,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from ritz import data, models
+from ritz._core.batches import split_labels, to_device
+from ritz._core.checks import check_device
 from ritz._core.registry import Registry
 from ritz.cli._options import split_settings
-from ritz.training._shared import DataParts, as_parts
+from ritz.training._shared import DataParts, as_parts, first_batch
 
 LOSSES: Registry[Callable[..., Any] | None] = Registry("loss")
 for _name, _loss in (("cross_entropy", cross_entropy), ("mse", mse_loss), ("model", None)):
@@ -151,7 +154,7 @@ def _call(kind: str, target: str, known: Mapping[str, Any], options: Mapping[str
     except ValueError:  # a built-in without a signature takes anything
         signature = inspect.signature(lambda **keywords: None)
     keywords = {name: known[name] for name in known if name in signature.parameters} | dict(options)
-    # Check before the call: a TypeError of the factory itself may have another reason.
+    # Check the arguments before the call: a TypeError inside the factory may have other reasons.
     try:
         signature.bind(**keywords)
     except TypeError as error:
@@ -199,3 +202,69 @@ def _suggestion(name: str, names: Iterable[str]) -> str:
 def summary(error: BaseException) -> str:
     """Return class and first line of an error."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def default_device(name: str | torch.device | None) -> torch.device:
+    """Return the device of a name, which must exist; by default CUDA if there is one."""
+    return check_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+# ------------------------------------------------------------------------------------------
+# Errors that name a model that does not take its data.
+
+
+@contextmanager
+def explain_mismatch(
+    model: nn.Module, parts: DataParts, *, name: str, loss_fn: Callable[..., Any] | None
+) -> Iterator[None]:
+    """If the block fails, try the model on two samples, and name it and the data if that fails too.
+
+    The model is tried only after a failure, so a run that works costs nothing more.
+    """
+    try:
+        yield
+    except (ValueError, torch.OutOfMemoryError):
+        raise  # the message says what is wrong
+    except Exception:
+        if mismatch := _find_mismatch(model, parts, name, loss_fn):
+            raise mismatch from None
+        raise
+
+
+def _find_mismatch(
+    model: nn.Module, parts: DataParts, name: str, loss_fn: Callable[..., Any] | None
+) -> Exception | None:
+    try:
+        batch = first_batch(parts.train)
+    except Exception as error:
+        return ValueError(
+            f"reading the first samples of data {parts.name} failed: {summary(error)}"
+        )
+    # Two samples are enough to see whether the model accepts the data.
+    args, kwargs, labels = split_labels(batch)
+    if batch is None or labels is None:
+        return None
+    accepted = (torch.int64, torch.uint8)
+    whole = isinstance(labels, Tensor) and not labels.is_floating_point()
+    if loss_fn is cross_entropy and whole and labels.dtype not in accepted:
+        return TypeError(f"the targets of the data {parts.name} must be int64 or uint8 for "
+                         f"cross-entropy, got {str(labels.dtype)[6:]}")  # fmt: skip
+    device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
+    try:
+        with torch.no_grad():
+            model(*to_device(args, device), **to_device(kwargs, device))
+    except Exception as error:
+        named = [("", part) for part in args] + [(f"{key} ", part) for key, part in kwargs.items()]
+        shown = [f"{key}{_describe_input(part)}" for key, part in named]
+        # NumPy computes in float64 by default, and models have float32 weights.
+        other = any(kind in " ".join(shown) for kind in ("float64", "float16"))
+        advice = '; convert inputs by .float(), or .astype("float32") in NumPy' if other else ""
+        return ValueError(f"model {name} failed on data {parts.name}, with inputs of "
+                          f"{' and '.join(shown)}: {summary(error)}{advice}")  # fmt: skip
+    return None
+
+
+def _describe_input(part: Any) -> str:
+    if isinstance(part, Tensor):
+        return f"shape {tuple(part.shape)}, {str(part.dtype)[6:]}"
+    return f"class {type(part).__name__}"

@@ -1,4 +1,4 @@
-"""A model at one time of its training, and the measurements that quantities share."""
+"""``Snapshot``: a model at one time of its training, and the measurements that quantities share."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,12 +30,13 @@ from ritz.training._sample_gradients import (
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Constants of what a monitor shares, and of what it costs."""
+    """Constants of the shared measurements, and their costs."""
 
     # Costs in gradients of the watched samples, rounded up, of 1,024 samples of a perceptron on
-    # one core (benchmarks/monitors.py): the dearest case, since its gradient is one dense product,
-    # and all else waits for memory. A product took 1.0, a pass over the gradients of samples 19 to
-    # 32, a histogram 40 to 58. Norms of these gradients alone took 2, and up to 3.4 for LeNet.
+    # one core (benchmarks/monitors.py). This is the most expensive case: its gradient is one dense
+    # product, and all other work is limited by memory. A product took 1.0, a pass over the
+    # gradients of samples 19 to 32, and a histogram 40 to 58. Norms of these gradients alone took
+    # 2, and up to 3.4 for LeNet.
     product: float = 2.0
     samples: float = 35.0
     norms: float = 4.0
@@ -43,13 +44,13 @@ class Tuning:
     # A product with 128 groups of samples took 10, and tracing the products of another matrix 35.
     grouped: float = 12.0
     traced: float = 40.0
-    # Part of a random vector in the start of a warm run: without it a run that starts at an
-    # eigenvector would never see one that has overtaken it.
+    # Length of the random part of the start vector of a warm run. A run that starts exactly at an
+    # eigenvector would never find another one whose eigenvalue has become larger.
     fresh: float = 0.1
-    # Steps of a first, cold run to the largest eigenvalue, and of one to several, over num_steps.
+    # Maximum number of steps of a search from a random vector, over num_steps.
     cold: int = 10
-    # Least variance, over E |g_i|^2, that is taken as a difference from |g|^2. The sums of squares
-    # are in float32, with relative errors near 1e-6, so the difference has three digits or more.
+    # Least variance, relative to E |g_i|^2, that is computed as the difference from |g|^2. The sums
+    # of squares are in float32, with relative errors near 1e-6, so three digits are left.
     cancelled: float = 1e-3
 
 
@@ -57,7 +58,7 @@ TUNING = Tuning()
 
 
 class Settings(Protocol):
-    """What quantities need to know of a monitor; see :class:`CurvatureMonitor`."""
+    """Settings of a monitor that quantities read; see :class:`CurvatureMonitor`."""
 
     names: tuple[str, ...]
     matrix: CurvatureMatrix
@@ -74,7 +75,7 @@ class Settings(Protocol):
 
     @property
     def parts(self) -> frozenset[str]:
-        """What the quantities share."""
+        """Names of the measurements that the quantities share."""
 
 
 @final
@@ -94,7 +95,7 @@ class Memory:
         self._checked = False
 
     def note_initial(self, params: Iterable[Tensor]) -> None:
-        """Copy the weights as the initial ones."""
+        """Store a copy of the weights as the initial weights."""
         self._initial = {p: p.detach().clone() for p in params}
 
     def initial_weights(self, risk: Risk) -> Tensor:
@@ -108,7 +109,7 @@ class Memory:
         return risk.space.flatten(start).to(risk.theta)
 
     def invariant_weights(self, risk: Risk) -> tuple[str, ...]:
-        """Return the names of the weights whose length does not matter, found once."""
+        """Return the names of the scale-invariant weights, which are determined once."""
         if self._invariant is None:
             _, context, _ = next(iter(risk.contexts()))
             inputs, named, _ = split_labels(context.batch)
@@ -153,14 +154,14 @@ def _restore(tensors: dict[Tensor, Tensor], saved: Mapping[str, Tensor]) -> None
 
 
 @final
-class Watched:
-    """A model at one time, and what has been measured of it so far.
+class Snapshot:
+    """A model at one time of its training, and its measurements so far.
 
-    Everything shared by several quantities is computed when the first of them needs it.
+    A measurement that several quantities share is made when the first of them needs it.
 
     Args:
         settings: The monitor.
-        memory: What is left of earlier measurements.
+        memory: What the monitor remembers from earlier measurements.
         risk: The loss on the watched samples, at the current weights.
         op: Its curvature.
         optimizer: The optimiser that trains the model, or ``None``.
@@ -228,11 +229,12 @@ class Watched:
     @cached_property
     def total_variance(self) -> float:
         r""":math:`\operatorname{tr} \Sigma`, the variance of the gradients of single samples."""
-        # If another quantity needs the gradients of all samples, their norms cost nothing more.
+        # If another quantity needs all sample gradients, the variance is free: use the pass.
         known = None if "samples" in self.settings.parts else self._mean_square()
         if known is None:
             return self.samples.total_variance
-        # tr Sigma = E |g_i|^2 - |g|^2. The L2 term shifts all gradients, and leaves the variance.
+        # tr Sigma = E |g_i|^2 - |g|^2. The L2 term shifts all gradients alike, so the variance does
+        # not depend on it.
         plain = self.gradient.double() - self.risk.l2 * self.risk.theta.double()
         variance = known - float(plain.square().sum())
         return variance if variance > TUNING.cancelled * known else self.samples.total_variance
@@ -336,7 +338,7 @@ class Watched:
         first, longest = self.runs[0], max(len(run.values) for run in self.runs)
 
         def padded(name: str) -> Tensor:
-            # A run that found an invariant space is shorter; its last value repeats, weightless.
+            # A run that found an invariant space is shorter: repeat its last value with weight 0.
             rows = []
             for run in self.runs:
                 row = getattr(run, name)
@@ -414,7 +416,7 @@ class Watched:
     def _plain_local_step(self, direction: Tensor) -> float:
         """Return ``local_step`` with equal weights, if losses of single samples are not known."""
         start = self.risk.at(self.risk.theta - direction)
-        before = Watched(self.settings, self.memory, start, self.op, None)
+        before = Snapshot(self.settings, self.memory, start, self.op, None)
         ends = (before, self)
         losses = [torch.tensor(end.loss, dtype=torch.float64) for end in ends]
         slopes = [(end.gradient.double() @ direction.double()).cpu() for end in ends]

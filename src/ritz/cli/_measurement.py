@@ -2,51 +2,46 @@
 
 import hashlib
 import importlib.util
-import os
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, final
 
 import torch
 import typer
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ritz._core.batch_norm import batch_norms
-from ritz._core.batches import split_labels, to_device
-from ritz._core.checks import check_device
 from ritz._core.journal import has_state, remove_state
 from ritz._core.progress import LONG, duration
 from ritz._core.signals import terminate_as_interrupt
 from ritz._core.storage import digest, save
 from ritz.cli._app import Interrupted
-from ritz.cli._options import MeasureOptions, print_result
-from ritz.cli._targets import (
+from ritz.cli._factories import (
     check_target,
+    default_device,
+    explain_mismatch,
     loss_function,
     make_data,
     make_model,
     parse_settings,
-    summary,
 )
+from ritz.cli._options import MeasureOptions
+from ritz.cli._output import print_result, writing
 from ritz.curvature import Risk
 from ritz.operators._shared import MATRIX_FILES
 from ritz.training import load_weights
 from ritz.training._shared import (
+    CHECKPOINT,
     CONFIG,
-    NAME,
     WEIGHTS,
     DataParts,
     RunConfig,
-    first_batch,
     measured_risk,
     read_run,
     run_weights,
@@ -55,7 +50,8 @@ from ritz.training._shared import (
 
 S = TypeVar("S", bound="Session")
 
-LAST = {Path(name).stem for name in (WEIGHTS, NAME)}  # names of results do not mention these
+# Weights that file names of results do not mention: those at the end of the run.
+LAST = {Path(name).stem for name in (WEIGHTS, CHECKPOINT)}
 # Bytes of a name: file systems allow 255, and temporary names of a file being written add 50.
 LONGEST = 160
 BOTH = {"matrix": "hessian-ggn", "batch_norm": "eval-train"}
@@ -88,11 +84,6 @@ class Run:
     loss_fn: Callable[..., Any] | None
 
 
-def default_device(name: str | torch.device | None) -> torch.device:
-    """Return the device of a name, which must exist; by default CUDA if there is one."""
-    return check_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def open_run(options: MeasureOptions) -> Run:
     """Build the model and the data of a run, and load the weights."""
     device = default_device(options.device)
@@ -114,7 +105,7 @@ def open_run(options: MeasureOptions) -> Run:
 def _parameters_within(weights: Path, config: Path) -> Iterator[None]:
     """Raise as soon as a model has more parameters than its file of weights can hold.
 
-    A run folder is data that anybody may have written, and may ask for more memory than there is.
+    Anybody may have written the run folder, so it may describe a model that does not fit in memory.
     """
     # Twice the size: the file may have half precision, or tied weights once.
     total, limit = 0, 2 * weights.stat().st_size + 2**20
@@ -125,7 +116,7 @@ def _parameters_within(weights: Path, config: Path) -> Iterator[None]:
         if total > limit:
             raise ValueError(f"{config} describes a model that is larger than {weights}")
 
-    # It counts while the model is being built: afterwards the memory would be taken already.
+    # The hook counts while the model is built. Afterwards the memory would already be allocated.
     handle = register_module_parameter_registration_hook(count)
     try:
         yield
@@ -139,7 +130,7 @@ def _find_weights(options: MeasureOptions) -> tuple[Path, Path]:
         return source, run_weights(source, average=options.average)
     if not source.exists():
         raise FileNotFoundError(f"no such folder or file: {source}")
-    # Only in the folder of a run is it known which file has the average.
+    # Only a run folder says which file has the average.
     if options.average:
         raise ValueError(f"--average needs the folder of a run, got the file {source}")
     return source.parent, source
@@ -165,113 +156,21 @@ def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunC
     unnamed = [name for name in ("model", "data", "loss")
                if names[name] is None and ":" in getattr(made, name)]  # fmt: skip
     for name in unnamed:
-        check_target(getattr(made, name))  # what is to be repeated in a shell is harmless there
+        # The message below is a command to copy, so the name must not contain shell syntax.
+        check_target(getattr(made, name))
     if unnamed:
         repeat = " ".join(f"--{name} {getattr(made, name)}" for name in unnamed)
         raise ValueError(f"{folder / CONFIG} refers to user-defined code, which is imported "
                          f"only if the command names it: add {repeat}")  # fmt: skip
     for kind in ("model", "data"):
         settings = parse_settings(f"--set-{kind}", getattr(options, f"set_{kind}"))
-        # Options of the run belong to its model and data, not to another one.
+        # Options of the run do not apply to another model or other data.
         same = names[kind] in (None, getattr(made, kind))
         inherited = getattr(made, f"{kind}_options") if same else {}
         changes[f"{kind}_options"] = {**inherited, **settings}
     if options.batch_size is not None:
         changes["training"] = replace(made.training, batch_size=options.batch_size)
     return replace(made, **changes)
-
-
-# ------------------------------------------------------------------------------------------
-# Errors that name what is wrong: a model that does not take its data, a folder without room.
-
-
-@contextmanager
-def explain_mismatch(
-    model: nn.Module, parts: DataParts, *, name: str, loss_fn: Callable[..., Any] | None
-) -> Iterator[None]:
-    """If the block fails, try the model on two samples, and name it and the data if that fails too.
-
-    A run that works pays nothing: the model is tried only after a failure.
-    """
-    try:
-        yield
-    except (ValueError, torch.OutOfMemoryError):
-        raise  # the message says what is wrong
-    except Exception:
-        if mismatch := _find_mismatch(model, parts, name, loss_fn):
-            raise mismatch from None
-        raise
-
-
-def _find_mismatch(
-    model: nn.Module, parts: DataParts, name: str, loss_fn: Callable[..., Any] | None
-) -> Exception | None:
-    try:
-        batch = first_batch(parts.train)
-    except Exception as error:
-        return ValueError(
-            f"reading the first samples of data {parts.name} failed: {summary(error)}"
-        )
-    # Two samples tell as much as a batch, and cost nothing.
-    args, kwargs, labels = split_labels(batch)
-    if batch is None or labels is None:
-        return None
-    accepted = (torch.int64, torch.uint8)
-    whole = isinstance(labels, Tensor) and not labels.is_floating_point()
-    if loss_fn is cross_entropy and whole and labels.dtype not in accepted:
-        return TypeError(f"the targets of the data {parts.name} must be int64 or uint8 for "
-                         f"cross-entropy, got {str(labels.dtype)[6:]}")  # fmt: skip
-    device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
-    try:
-        with torch.no_grad():
-            model(*to_device(args, device), **to_device(kwargs, device))
-    except Exception as error:
-        named = [("", part) for part in args] + [(f"{key} ", part) for key, part in kwargs.items()]
-        shown = [f"{key}{_describe_input(part)}" for key, part in named]
-        # NumPy computes in float64 by default, and models have float32 weights.
-        other = any(kind in " ".join(shown) for kind in ("float64", "float16"))
-        advice = '; convert inputs by .float(), or .astype("float32") in NumPy' if other else ""
-        return ValueError(f"model {name} failed on data {parts.name}, with inputs of "
-                          f"{' and '.join(shown)}: {summary(error)}{advice}")  # fmt: skip
-    return None
-
-
-def _describe_input(part: Any) -> str:
-    if isinstance(part, Tensor):
-        return f"shape {tuple(part.shape)}, {str(part.dtype)[6:]}"
-    return f"class {type(part).__name__}"
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[Path]:
-    """Make a folder for results, and name it in errors of the disk.
-
-    Whether it can be written to is tested before the block, which may take hours.
-    """
-    made = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # The process number keeps two commands in one folder apart.
-        probe = folder / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        reason = "it is a file" if folder.is_file() else error.strerror
-        raise OSError(f"cannot write to {folder}: {reason}") from error
-    try:
-        yield folder
-    except (OSError, SafetensorError) as error:
-        # An error of safetensors has no error number, only the text of the system.
-        reason = getattr(error, "strerror", str(error))
-        file = getattr(error, "filename", None)
-        if reason is None or (file is not None and not Path(file).is_relative_to(folder)):
-            raise
-        raise OSError(f"cannot write to {folder}: {reason}; files written before are intact, and "
-                      "the same command resumes from there") from error  # fmt: skip
-    finally:
-        if made:
-            with suppress(OSError):  # a folder with files stays
-                folder.rmdir()
 
 
 # ------------------------------------------------------------------------------------------
@@ -308,7 +207,7 @@ def saving(session: S) -> Iterator[S]:
 
 @dataclass(slots=True)
 class Session(ABC):
-    """One command that measures something: its results, saved states and files.
+    """One run of a command that measures something: its results, saved states and files.
 
     Attributes:
         options: Options of the command.
@@ -331,13 +230,13 @@ class Session(ABC):
 
     @property
     @abstractmethod
-    def source(self) -> tuple[str, list[str]]:
-        """Word for what is measured, or nothing, and words for its differences from the run."""
+    def name_parts(self) -> tuple[str, list[str]]:
+        """Parts of file names: what is measured, if not the run itself, and changes of the run."""
 
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Text that changes with everything that numbers depend on beside the options."""
+        """Text that identifies what is measured, besides the options of the command."""
 
     def generator(self) -> torch.Generator:
         """Return a new generator with the seed of the command."""
@@ -361,7 +260,7 @@ class Session(ABC):
         ]
         # Order: result and its variant, weights, cost, differences from the run, random choices.
         words = [result, *(self._word(entries[key]) for key in leading)]
-        stem, changes = self.source
+        stem, changes = self.name_parts
         words += [stem, *(self._word(entries[key]) for key in own), *changes]
         words += [self._word(entries[key]) for key in ("samples", "l2", "precision", "seed")]
         words = [word for word in words if word]
@@ -443,14 +342,14 @@ class Measurement(Session):
         return bool(batch_norms(self.run.model))
 
     @property
-    def source(self) -> tuple[str, list[str]]:
-        """Word for the weights, and words for what differs from the run."""
+    def name_parts(self) -> tuple[str, list[str]]:
+        """Name of the weights, if not the last ones, and options that differ from the run."""
         stem = self.run.weights.stem
         return "" if stem in LAST else stem, _changes(self.run.config, self.run.made)
 
     @property
     def identity(self) -> str:
-        """Digest of the weights, and the places of data and kernels, which may differ."""
+        """Digest of the weights, folder of the data and device, on which the numbers depend."""
         weights = digest(tensor_state(self.run.model).values())
         return f"{weights} {self.options.data_dir} {self.options.device}"
 
@@ -530,13 +429,13 @@ class MatrixSession(Session):
         return False
 
     @property
-    def source(self) -> tuple[str, list[str]]:
+    def name_parts(self) -> tuple[str, list[str]]:
         """Name of the file."""
         return self.options.source.name, []
 
     @property
     def identity(self) -> str:
-        """Path of the file. A resumed run itself detects another matrix."""
+        """Path of the file. A resumed Lanczos run detects by itself that the matrix has changed."""
         return str(self.options.source.resolve())
 
 

@@ -1,11 +1,10 @@
-"""The files of a run: its lock, log and checkpoint."""
+"""The checkpoint of a run: what it contains, the folder it is in, and the lock on this folder."""
 
 import contextlib
 import errno
-import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ritz._core import storage
-from ritz._core.distributed import all_max, rank
+from ritz._core.distributed import all_max, gather_by_process, rank, world_size
 from ritz._core.params import parameters
 
 try:
@@ -30,11 +29,11 @@ FilePath = str | os.PathLike[str]
 
 
 class CheckpointError(OSError):
-    """A file of a run cannot be written. The message says why, and what remains."""
+    """A file of a run cannot be written. The message says why, and which files are intact."""
 
 
 @contextmanager
-def _explain_errors(action: str, left: str = "") -> Iterator[None]:
+def explain_errors(action: str, left: str = "") -> Iterator[None]:
     """Raise errors of the system again, with the failed action and a note on what is ``left``."""
     try:
         yield
@@ -70,8 +69,8 @@ def open_file(path: Path, flags: int) -> int:
 def sole_writer(folder: Path) -> Iterator[None]:
     """Lock a folder for the block; raise if another process has locked it.
 
-    Meanwhile there is a file ``.lock``. A file that a killed process left does not lock. File
-    systems without locks are not locked.
+    The lock is on a file ``.lock``, which exists only during the block. If a killed process has
+    left this file, it does not lock the folder. On a file system without locks nothing is locked.
     """
     path = folder / ".lock"
     file = _lock(path)
@@ -127,97 +126,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_release_in_child)
 
 # ------------------------------------------------------------------------------------------
-# The log of a run: JSON lines, which are complete whenever the process ends, and which are cut
-# when the run resumes.
-#
-# Each line is one record with a ``kind``: ``epoch``, ``curvature`` (of a monitor) or ``final``.
-# No record holds a time, so that a run that was interrupted and resumed has the log of one that
-# was not, byte for byte. Times go to a second file, whose name ends in ``.times.jsonl``.
-
-Record = dict[str, Any]
-
-
-@final
-class Log:
-    """Appends records to a file of JSON lines, each in one write.
-
-    A kill leaves complete lines. A line that cannot be written completely is removed again.
-
-    Args:
-        path: The file, created if missing; its folder must exist.
-        size: Bytes of an existing file to keep; the rest is cut. ``None`` keeps all.
-    """
-
-    def __init__(self, path: FilePath, *, size: int | None = 0) -> None:
-        self.path = Path(path)
-        present = self.path.stat().st_size if self.path.exists() else 0
-        self._size = size = present if size is None else size
-        if present < size:
-            raise ValueError(
-                f"the log {self.path} has {present} bytes, fewer than the {size} at the time of "
-                "the checkpoint: pass the log of this run, or start again with resume=False"
-            )
-        with self._writing():
-            self._file = open_file(self.path, os.O_WRONLY | os.O_APPEND)
-            os.ftruncate(self._file, size)
-
-    def write(self, record: Record) -> None:
-        """Append one record."""
-        line = (storage.to_json(record) + "\n").encode()
-        with self._writing():
-            try:
-                written = os.write(self._file, line)
-                while written < len(line):
-                    written += os.write(self._file, line[written:])
-            except OSError:
-                # Part of a line, as on a full disk, would be joined to the next line.
-                os.ftruncate(self._file, self._size)
-                raise
-        self._size += len(line)
-
-    def flush(self) -> int:
-        """Write all lines to the disk; return their number of bytes."""
-        os.fsync(self._file)
-        return self._size
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
-
-    def _writing(self) -> AbstractContextManager[None]:
-        return _explain_errors(
-            f"write the log {self.path}", "; the lines written before are intact"
-        )
-
-
-def read_log(path: FilePath) -> list[Record]:
-    """Return the records of a log in order, without an incomplete line at the end.
-
-    Args:
-        path: A file of JSON lines.
-    """
-    whole, _, _ = Path(path).read_bytes().rpartition(b"\n")
-    return [current_names(json.loads(line)) for line in whole.split(b"\n") if line]
-
-
-def current_names(record: Record) -> Record:
-    """Return a record with today's names: version 0.1.0 logged the learning rate as ``rate``."""
-    if not isinstance(record, dict) or record.get("kind") != "epoch":
-        return record
-    return {"learning_rate" if name == "rate" else name: part for name, part in record.items()}
-
-
-def times_path(path: FilePath) -> Path:
-    """Return the file of times beside a log."""
-    return Path(path).with_suffix(".times.jsonl")
-
-
-# ------------------------------------------------------------------------------------------
 # The checkpoint: all that a run needs to resume bit for bit, in one file.
 
-NAME = "checkpoint.safetensors"
+# Names of the files in a run folder.
+CHECKPOINT = "checkpoint.safetensors"
 WEIGHTS, AVERAGE = "weights.safetensors", "average.safetensors"
-LOG = "log.jsonl"  # of a run folder
 
 
 @storage.storable
@@ -225,7 +138,8 @@ LOG = "log.jsonl"  # of a run folder
 class Checkpoint:
     """The state of a run between two steps.
 
-    A run counts in one of these. Tensors and states of other objects are added when it is written.
+    ``Run`` keeps its counters and records in a checkpoint. When it writes the file, it adds the
+    tensors of the model and the states of the other objects.
 
     Attributes:
         model: Parameters and buffers by name.
@@ -234,7 +148,7 @@ class Checkpoint:
         scaler: State of the gradient scaler.
         patience: State of ``AutoAverage``, or ``None``.
         generators: Present states of the global generators, by device, one row per process.
-        beginning: The same at the beginning of the epoch, where loaders draw their order.
+        beginning: These states at the beginning of the epoch, when loaders draw their order.
         epoch: Completed epochs.
         batch: Completed batches of the next epoch.
         step: Completed steps.
@@ -243,8 +157,8 @@ class Checkpoint:
         log_bytes: Length of the log.
         settings: Options that a resumed run must share.
         finished: Whether the run has ended.
-        carried: State of a recurrent model within the epoch, one row per process.
-        monitors: What monitors remember, by their number.
+        carried: State of a recurrent model, one row per process.
+        monitors: States of the monitors, by their number.
     """
 
     settings: dict[str, Any]
@@ -268,11 +182,11 @@ class Checkpoint:
 
 @final
 class Folder(os.PathLike[str]):
-    """A folder with the last good checkpoint of a run, and files of weights of the same run.
+    """A folder with the last checkpoint of a run, and with files of weights of the same run.
 
-    A new checkpoint replaces the old one when it is completely on the disk, so there is always one
-    of the two. Final weights exist only beside the checkpoint of a finished run: they are removed
-    before a checkpoint with more steps is written.
+    A new checkpoint replaces the old one after it has been written completely, so one of the two
+    always exists. Final weights exist only beside the checkpoint of a finished run. If the run is
+    continued, they are removed before the next checkpoint is written.
 
     Args:
         path: Created if missing.
@@ -281,9 +195,9 @@ class Folder(os.PathLike[str]):
 
     def __init__(self, path: FilePath, *, texts: Mapping[str, str] | None = None) -> None:
         self.path = Path(path)
-        self.file = self.path / NAME
+        self.file = self.path / CHECKPOINT
         self._texts, self._good = dict(texts or {}), ", if there is one,"
-        with _explain_errors(f"make the checkpoint folder {self.path}"):
+        with explain_errors(f"make the checkpoint folder {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
 
     def __fspath__(self) -> str:
@@ -292,7 +206,7 @@ class Folder(os.PathLike[str]):
     def clear(self) -> None:
         """Remove the files of another run."""
         with self.writing(f"begin a run in {self.path}"):
-            # The checkpoint first: no run resumes from the files that a crash leaves after that.
+            # The checkpoint first: after a crash, no run can resume from the files that are left.
             _remove([self.file, *self._weights()])
 
     def write_texts(self) -> None:
@@ -320,24 +234,28 @@ class Folder(os.PathLike[str]):
                     "folder"
                 )
             return None
-        checkpoint = storage.load(self.file)
+        try:
+            checkpoint = storage.load(self.file)
+        except storage.CorruptFileError as error:
+            advice = "start again with resume=False (--restart), or choose another folder"
+            raise storage.CorruptFileError(f"{error}: {advice}") from error
         if not isinstance(checkpoint, Checkpoint):
             kind = type(checkpoint).__name__
-            raise ValueError(f"{self.file} is not a training checkpoint: it holds a {kind}")
+            raise ValueError(f"{self.file} must hold the checkpoint of a training run, got {kind}")
         self._good = f" ({checkpoint.epoch} epochs, {checkpoint.step} steps)"
         return checkpoint
 
     def remove_temporary_files(self) -> None:
         """Remove temporary files of killed processes; the folder must be locked."""
-        for name in (NAME, WEIGHTS, AVERAGE):
+        for name in (CHECKPOINT, WEIGHTS, AVERAGE):
             _unlink(self.path.glob(f".{name}.*"))
-        # safetensors picks these names itself. They may be in use by anybody if new.
+        # safetensors chooses these names. New ones may belong to another process that is writing.
         old = time.time() - storage.UNTOUCHED
         _unlink(x for x in self.path.glob(".tmp??????") if x.stat().st_mtime < old)
 
     def writing(self, action: str) -> AbstractContextManager[None]:
         """Raise errors of the system again, with a note that the last checkpoint is intact."""
-        return _explain_errors(action, f"; the previous checkpoint{self._good} is intact")
+        return explain_errors(action, f"; the previous checkpoint{self._good} is intact")
 
     def _weights(self) -> list[Path]:
         copies = sorted(self.path.glob("epoch-[0-9]*.safetensors"))
@@ -373,7 +291,7 @@ def _unlink(paths: Iterable[Path]) -> None:
 
 
 def _remove(paths: Iterable[Path]) -> None:
-    """Remove files of an earlier run, or none of them if one was not written by ritz."""
+    """Remove files of an earlier run; raise, and remove none, if one was not written by ritz."""
     present = [path for path in paths if path.exists()]
     for path in present:
         if not storage.is_ritz_file(path):
@@ -391,7 +309,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any], device: torch.device) -> None:
-    """Load the state of :func:`optimizer_state`; learning rates that are tensors to the device."""
+    """Load the state of :func:`optimizer_state`; tensors of parameter groups go to ``device``."""
     params = list(parameters(optimizer))
     entries = {
         int(key): {name: _like(value, params[int(key)]) for name, value in entry.items()}
@@ -402,7 +320,59 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any], device: to
 
 
 def _like(value: Any, param: Tensor) -> Any:
-    # Files hold contiguous tensors. Fused kernels need the memory format of the parameter.
+    # Tensors in files are contiguous, but fused kernels need the memory format of the parameter.
     if not isinstance(value, Tensor) or value.ndim != 4 or value.shape != param.shape:
         return value
     return torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
+
+
+# ------------------------------------------------------------------------------------------
+# States of random generators in a checkpoint.
+
+LOADER = "loader."  # names of the generators of loaders begin with it
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Generators:
+    """The random generators that a run depends on.
+
+    Attributes:
+        device: Device whose global generator counts, besides that of the CPU.
+        loaders: Generators that loaders and their samplers were given.
+    """
+
+    device: torch.device
+    loaders: Sequence[torch.Generator] = ()
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of all generators by name, one row per process."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        for number, loader in enumerate(self.loaders):
+            states[f"{LOADER}{number}"] = loader.get_state()
+        # NCCL gathers tensors on the GPU only.
+        return {name: gather_by_process(state.to(self.device)) for name, state in states.items()}
+
+    def restore(self, states: dict[str, Tensor]) -> None:
+        """Restore the states that :meth:`states` returned."""
+        count = sum(name.startswith(LOADER) for name in states)
+        if count != len(self.loaders):
+            raise ValueError(
+                f"the loaders of the run had {count} generators at its start, got "
+                f"{len(self.loaders)}: pass the same loaders, or start again with resume=False"
+            )
+        for name, rows in states.items():
+            if len(rows) != world_size():
+                raise ValueError(
+                    f"the run was started with {len(rows)} processes, got {world_size()}: start "
+                    f"{len(rows)}, or start again with resume=False (--restart)"
+                )
+            state = rows[rank()].cpu().clone()  # torch reads a state from the start of its storage
+            if name == "cpu":
+                torch.set_rng_state(state)
+            elif name.startswith(LOADER):
+                self.loaders[int(name.removeprefix(LOADER))].set_state(state)
+            elif self.device.type == "cuda":
+                torch.cuda.set_rng_state(state, self.device)

@@ -1,4 +1,4 @@
-"""``run_tasks``: tasks in several processes at once, as many as fit in memory."""
+"""``run_tasks``: run tasks, such as those of a sweep, in as many processes as fit in memory."""
 
 import multiprocessing
 import os
@@ -26,10 +26,10 @@ R_co = TypeVar("R_co", covariant=True)
 class Tuning:
     """Constants that decide when a further task starts."""
 
-    # 99 % of the largest footprint, with imports, data and first steps: VGG-16 on 32 x 32 images
-    # after 5 to 7 s of the CPU, and an MLP on MNIST after 3 s; 18 s in all on a machine with
-    # three times as much to do.
-    settling: float = 20.0  # seconds after which the footprint of a task counts as known
+    # Seconds after which the memory of a task is taken as known. 99 % of the largest footprint was
+    # reached after 5 to 7 s of CPU time by VGG-16 on 32 x 32 images, and after 3 s by an MLP on
+    # MNIST; 18 s passed on a machine with three times as much load as cores.
+    settling: float = 20.0
     # The footprints of three runs that differ only in their seed agreed within 3 %.
     margin: float = 1.25  # of free memory over the largest footprint, for another task
     # torch.cuda does not count its context. Between 0.4 and 0.6 GB by the documentation of CUDA.
@@ -116,7 +116,7 @@ def _one_by_one(
 def _name_task(name: str, error: BaseException) -> Exception:
     """Return an error of the same class, with the name of the task before its message."""
     words = name.replace("=", " ").replace(",", ", ")
-    # A KeyError is bad input as well: a name that is not registered.
+    # An unknown name raises a KeyError, which is bad input as well.
     kinds = {ValueError: ValueError, TypeError: TypeError, OSError: OSError, KeyError: ValueError}
     for kind, same in kinds.items():
         if isinstance(error, kind):
