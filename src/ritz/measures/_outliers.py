@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_finite, check_range, check_tensor
 from ritz._core.results import Estimate, format_uncertain, plain_estimate
-from ritz._core.sampling import column_dots
+from ritz._core.sampling import ROUNDOFF, column_dots
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, check_risk
@@ -306,7 +306,9 @@ def gradient_overlap(
     # The curvature along the gradient is g'Hg / |g|^2. Its part in the span of the eigenvectors is
     # sum_i lambda_i (phi_i'g)^2 / |g|^2.
     column = unit[:, None]
-    curvature = float(column_dots(column, curvature_operator(risk, matrix).matmat(column)))
+    image = curvature_operator(risk, matrix).matmat(column)
+    curvature = float(column_dots(column, image))
+    roundoff = ROUNDOFF * torch.finfo(theta.dtype).eps * float(image.double().norm())
 
     def exact(value: float | Tensor, truncation: float | Tensor, products: int = 0) -> Estimate:
         return Estimate.exact(
@@ -317,7 +319,7 @@ def gradient_overlap(
         values=values,
         overlaps=exact(overlaps, slack),
         share=exact(float(overlaps.sum()), float(slack.sum())),
-        curvature=exact(curvature, 0.0, 1),
+        curvature=exact(curvature, roundoff, 1),
         explained=exact(float(values @ overlaps), float(values.abs() @ slack)),
         gradient_norm=norm,
         matrix=matrix,
@@ -337,7 +339,9 @@ def check_pairs(pairs: Eigenpairs | Spectrum) -> Tensor:
 
 def vector_errors(pairs: Eigenpairs | Spectrum) -> Tensor:
     """Return bounds of the sines of the angles between Ritz vectors and eigenvectors, ``(m,)``."""
-    # sin(u, eigenvector) <= |A u - theta u| / gap, with the gap to the nearest other value.
-    distances = (pairs.values[:, None] - pairs.values).abs().fill_diagonal_(math.inf)
-    gaps = distances.min(1).values
+    # sin(u, eigenvector) <= |A u - theta u| / gap, with the gap to the nearest other eigenvalue.
+    gaps = pairs.gaps if isinstance(pairs, Eigenpairs) else None
+    if gaps is None:
+        distances = (pairs.values[:, None] - pairs.values).abs()
+        gaps = distances.fill_diagonal_(math.inf).amin(1)
     return (pairs.residuals / gaps).nan_to_num(nan=1.0).clamp(max=1.0)
