@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 
-from ritz._core.results import Estimate, Status, stderr
+from ritz._core.results import Estimate, Status, skewed_stderr
 from ritz._core.storage import storable
 from ritz.measures._batch_subspace import Projections, choose_groups, draw_batches
 from ritz.measures._groups import without_replacement
@@ -122,8 +121,10 @@ class Facts:
             num_products=self.num_products,
             seed=self.seed,
         )
-        error = stderr(gaps) * math.sqrt(self.projections.unseen)
-        return replace(estimate, stderr=error, degrees=len(gaps) - 1)
+        error = _error(gaps) * math.sqrt(self.projections.unseen)
+        return replace(
+            estimate, stderr=torch.tensor(error, dtype=torch.float64), degrees=len(gaps) - 1
+        )
 
     def _mean_outside(self, curvature: Tensor, complete: bool) -> Estimate:
         mean = float(curvature.mean()) if len(curvature) else 0.0
@@ -135,8 +136,11 @@ class Facts:
 
 
 def _error(samples: Tensor) -> float:
-    """Return the standard error of a mean."""
-    return float(stderr(samples))
+    """Return the standard error of a mean, larger if the samples are skewed.
+
+    A curve does not store its samples, from which an interval takes the skewness.
+    """
+    return float(skewed_stderr(Estimate.of(samples, method="mean", num_products=0)))
 
 
 # ------------------------------------------------------------------------------------------
@@ -187,19 +191,10 @@ def of_samples(values: Tensor, overlaps: Tensor, changes: Tensor) -> tuple[Numbe
     # The slope takes one degree of freedom more than the mean.
     wider = math.sqrt((len(values) - 1) / (len(values) - 2)) if slope else 1.0
     return (
-        (float(adjusted.mean()), wider * _skewed_error(adjusted), 0.0),
+        (float(adjusted.mean()), wider * _error(adjusted), 0.0),
         (float(values.std()), _spread_error(values), 0.0),
-        (float(overlaps.mean()), _skewed_error(overlaps), 0.0),
+        (float(overlaps.mean()), _error(overlaps), 0.0),
     )
-
-
-def _skewed_error(samples: Tensor) -> float:
-    """Return the standard error of a mean, larger if the samples are skewed.
-
-    A curve does not store its samples, from which an interval takes the skewness.
-    """
-    estimate = Estimate.of(samples, method="mean", num_products=0)
-    return float(estimate.error(0.95)) / float(stdtrit(estimate.degrees, 0.975))
 
 
 def _spread_error(values: Tensor) -> float:
