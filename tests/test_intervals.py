@@ -7,7 +7,8 @@ import math
 import statistics
 
 import pytest
-from intervals import ESTIMATORS, GRAPHS, KERNELS, TABLES, Cell, measure
+from families import GRAPHS, KERNELS, TABLES
+from intervals import ESTIMATORS, Cell, measure
 
 MANY = (
     "seven rows",
