@@ -67,7 +67,8 @@ def critical_sharpness(
         rtol: The half width of the interval of :math:`\lambda_c`, relative to it.
 
     Returns:
-        An :class:`Estimate`. Its truncation is half the last interval. If the loss does not fall
+        An :class:`Estimate`. Its truncation is half the last interval. The status is ``max_steps``
+        if the loss does not show its sign before that is within ``rtol``. If the loss does not fall
         along :math:`-u`, or falls forever, the mean is NaN or 0 and the status ``uncertain``.
 
     Reference: *A scalable measure of loss landscape curvature for analyzing the training dynamics
@@ -104,12 +105,15 @@ def critical_sharpness(
         low, high = (low, middle) if gap > 0 else (middle, high)
     # 2 / eta lies between 2 / high and 2 / low: the middle of the two, and half their distance.
     value, half = 1 / low + 1 / high, 1 / low - 1 / high
-    return Estimate.exact(
-        value,
-        truncation=half,
-        method=f"{passes} forward passes",
-        status=Status(outcome="completed", message=f"the loss rises from a rate of {high:.3g} on"),
+    found = is_below(half, rtol * value)
+    status = Status(
+        outcome="converged" if found else "max_steps",
+        message=f"the loss rises from a rate of {high:.3g} on"
+        if found
+        else f"the loss is level to its roundoff between rates of {low:.3g} and {high:.3g}",
+        advice="" if found else "use precision='float64', or a larger rtol",
     )
+    return Estimate.exact(value, truncation=half, method=f"{passes} forward passes", status=status)
 
 
 def _bracket(rises: Callable[[float], float], rate: float) -> tuple[float, float]:
