@@ -27,7 +27,7 @@ from timing import interleaved, median, ratio, working, write
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ritz.curvature import _factors
+from ritz.curvature import _kfac_factors
 from ritz.optim import KFAC
 
 CYCLE, EVERY = 100, {"factor_every": 10, "inverse_every": 100}
@@ -262,10 +262,10 @@ def factors(device, rounds, batch):
 
         jobs = {
             "forward": timed(lambda layer=layer, x=x: layer(x)),
-            "patches": timed(lambda layer=layer, x=x: _factors._from_patches(layer, x)),
-            "shifts": timed(lambda layer=layer, x=x: _factors._correlations(layer, x)),
+            "patches": timed(lambda layer=layer, x=x: _kfac_factors._from_patches(layer, x)),
+            "shifts": timed(lambda layer=layer, x=x: _kfac_factors._correlations(layer, x)),
             "product": timed(lambda matrix=matrix: matrix @ matrix.T),
-            "symmetric": timed(lambda matrix=matrix: _factors.gram(matrix)),
+            "symmetric": timed(lambda matrix=matrix: _kfac_factors.gram(matrix)),
         }
         clock = time.perf_counter if device == "cuda" else time.process_time
         seconds = interleaved(jobs, rounds=rounds, clock=clock)

@@ -64,7 +64,8 @@ def entry(name, path, node):
     if isinstance(node, ast.FunctionDef):
         return [code(signature(name, node)), f"{summary(node)} {source}"]
     if not isinstance(node, ast.ClassDef):
-        return [code(ast.unparse(node)), f"An alias of types, for annotations. {source}"]
+        types = ast.unparse(node.value.args[1]).replace("'", "")
+        return [code(f"{name} = {types}"), f"An alias of types, for annotations. {source}"]
     start = next((child for child in node.body if getattr(child, "name", "") == "__init__"), None)
     head = f"class {name}" if start is None else f"class {signature(name, start)}"
     details = [f"- `{attribute}`: {text}" for attribute, text in attributes(node)]

@@ -24,10 +24,11 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=
 """
 
 
-def run_processes(script, count, folder):
+def run_processes(script, count, folder, seconds=220):
     """Run a script in ``count`` processes; return the exit code and error stream of each.
 
     The script can use ``folder``, ``rank`` and ``size``. The process group is initialised.
+    Processes that run for longer than so many seconds are killed.
     """
     text = PREAMBLE + textwrap.dedent(script)
     (folder / "rendezvous").unlink(missing_ok=True)
@@ -35,7 +36,7 @@ def run_processes(script, count, folder):
     running = [start(text, folder, rank, count, errors=errors[rank]) for rank in range(count)]
     try:
         for process in running:
-            process.join(220)
+            process.join(seconds)
     finally:
         for process in running:
             process.kill()

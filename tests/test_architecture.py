@@ -38,7 +38,8 @@ RANKS = {
 }
 EXEMPT = {"ritz", "ritz.__main__", "ritz._version"}
 CORE = {"_core", "operators", "rmt", "spectra", "testing", "curvature", "measures", "optim"}
-CORE_IMPORTS = {"torch", "numpy", "scipy", "safetensors", "ritz", *sys.stdlib_module_names}
+CORE_IMPORTS = {"torch", "numpy", "scipy", "safetensors", "typing_extensions", "ritz"}
+CORE_IMPORTS |= sys.stdlib_module_names
 OPTIONAL = {"ritz.operators._native": {"numba", "llvmlite"}}  # imported only if it is installed
 # Packages that may import from the _shared.py of a package.
 SHARED = {

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import ritz
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
@@ -46,6 +48,14 @@ def test_the_index_lists_every_page():
     links = re.findall(r"\]\(([^)\s#]+)\)", index.read_text(encoding="utf-8"))
     listed = {(DOCS / link).resolve() for link in links}
     assert {page for page in DOCS.glob("*.md") if page != index} <= listed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_of_ritz_on_a_page_exist(page):
+    for name in re.findall(r"`(ritz(?:\.[a-zA-Z_]\w*)+)", page.read_text(encoding="utf-8")):
+        value = ritz
+        for part in name.split(".")[1:]:
+            value = getattr(value, part)
 
 
 def test_the_reference_is_made_from_the_docstrings():

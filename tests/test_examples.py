@@ -1,4 +1,4 @@
-"""Every script in ``examples`` and every code block of the README runs as written."""
+"""Example scripts, and code blocks of the README and the guides, run as written."""
 
 import re
 import shlex
@@ -89,6 +89,12 @@ def test_the_first_example_prints_the_output_shown_in_the_readme(session):
 def test_the_readme_runs_from_top_to_bottom(session):
     written = {path.name for path in session[1].iterdir()}
     assert written == {"spectrum.png", "spectrum.safetensors", "density.png"}
+
+
+@pytest.mark.parametrize("page", ["choosing", "optimizers"])
+def test_a_guide_runs_from_top_to_bottom(page, tmp_path):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    assert run("-c", "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), cwd=tmp_path)
 
 
 # Additional options that make the commands of the README fast.

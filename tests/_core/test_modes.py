@@ -8,13 +8,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
-from ritz._core.modes import (
-    batch_norms,
-    dropout_shapes,
-    evaluating,
-    masked_dropout,
-    recomputed_statistics,
-)
+from ritz._core.batch_norm import batch_norms, evaluating, recomputed_statistics
+from ritz._core.modes import dropout_shapes, masked_dropout
 
 
 def noise(*shape, seed=0):

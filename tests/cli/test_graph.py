@@ -67,7 +67,7 @@ def test_a_graph_without_a_gap_gives_json_without_nan(random, tmp_path, capsys):
     assert _app.run(["graph", "clusters", random, *QUICK, "--labels", str(labels)]) == 0
     assert f"{labels} was not written, because the number" in capsys.readouterr().err
     assert _app.run(["graph", "clusters", random, *QUICK, "--out", str(tmp_path / "a.svg")]) == 0
-    assert "no count: no gap" in capsys.readouterr().out
+    assert "No count: no gap" in capsys.readouterr().out
 
 
 def test_a_density_is_printed_and_drawn(random, tmp_path, capsys):

@@ -9,8 +9,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from ritz.curvature import Risk, hessian
-from ritz.curvature import _risk as risks
-from ritz.curvature._modes import Limits
+from ritz.curvature import _batches as batches
 
 CE = functional.cross_entropy
 X, Y = noise(10, 3), labels(3, 10)
@@ -49,7 +48,7 @@ def model():
 
 @pytest.fixture
 def streamed(monkeypatch):
-    monkeypatch.setattr(risks, "LIMITS", Limits(data=0))
+    monkeypatch.setattr(batches, "TUNING", batches.Tuning(memory=0))
 
 
 def shuffling(**options):
@@ -87,7 +86,7 @@ def test_batches_loaded_again_equal_batches_in_memory(model):
     assert risk.loss() == held.loss()
     assert risk.batch(2).loss() == held.batch(2).loss()
     with pytest.raises(
-        ValueError, match="data must be in memory to choose samples: pass freeze=True"
+        ValueError, match="data must be in memory to select samples: pass freeze=True"
     ):
         risk.samples(torch.tensor([0]))
     assert Risk(model, CE, DataLoader(PAIRS, batch_size=4), freeze=True)._batches.held
@@ -143,7 +142,7 @@ def test_augmentation_beyond_the_memory_raises_without_freeze(model):
 
 @pytest.mark.parametrize("memory", [2**30, 0])
 def test_a_loader_is_read_once_to_make_a_risk(model, memory, monkeypatch):
-    monkeypatch.setattr(risks, "LIMITS", Limits(data=memory))
+    monkeypatch.setattr(batches, "TUNING", batches.Tuning(memory=memory))
     source = Counted()
 
     risk = Risk(model, CE, source)
@@ -260,7 +259,7 @@ def test_a_bar_is_shown_while_a_loader_is_read(model):
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize("memory", [2**30, 0])
 def test_a_pass_over_a_loader_leaves_every_generator_as_it_was(model, freeze, memory, monkeypatch):
-    monkeypatch.setattr(risks, "LIMITS", Limits(data=memory))
+    monkeypatch.setattr(batches, "TUNING", batches.Tuning(memory=memory))
     own = seeded(3)
     loaders = [
         DataLoader(PAIRS, batch_size=4),

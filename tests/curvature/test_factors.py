@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ritz.curvature import _factors as factors
-from ritz.curvature._sample_gradients import Call, patches
+from ritz.curvature import _kfac_factors as factors
+from ritz.curvature._module_gradients import Call, patches
 
 
 def noise(*shape, seed=0):
@@ -86,7 +86,7 @@ def test_reduced_moments_are_those_of_mean_inputs_and_summed_derivatives(name, d
     keys, (deltas, delta) = ("weight", "bias"), deltas_of(layer, x)
     a, summed = rows_of(layer, x, keys).mean(-1), delta.sum(-1)
     call = Call(args=(x,), kwargs={}, output=deltas[0], state={}, chosen=keys)
-    joined = factors.joined(layer, [(call, deltas)])
+    joined = factors.join_calls(layer, [(call, deltas)])
     found = factors.reduced_moments(*joined, diagonal=(diagonal, diagonal))
     agrees(found[0], torch.einsum("ngi,ngj->gij", a, a), diagonal)
     agrees(found[1], torch.einsum("cngo,cngp->gop", summed, summed), diagonal)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ritz
-from ritz.curvature._modes import LIMITS
+from ritz.curvature._products import TUNING
 
 
 class Masked(nn.Module):
@@ -189,7 +189,7 @@ def test_a_number_that_differs_everywhere_stops_tracing(rng):
 
     op = check_exact(model, batches)
 
-    assert [len(traces) for traces in op.products._traces.values()] == [LIMITS.max_paths]
+    assert [len(traces) for traces in op.products._traces.values()] == [TUNING.max_paths]
     assert op.products.plan.count("not linearized for all batches") == 1
 
 

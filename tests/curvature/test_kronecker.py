@@ -10,9 +10,8 @@ from torch.nn import functional
 
 from ritz import diagonal, load, save, trace
 from ritz.curvature import Risk, ggn, kfac
-from ritz.curvature import _layers as layers
-from ritz.curvature._layers import KroneckerFactors, LayerOperator
-from ritz.curvature._modes import Limits
+from ritz.curvature import _kfac as kfac_module
+from ritz.curvature._kfac import KroneckerFactors, LayerOperator
 from ritz.operators import DenseOperator, DiagonalOperator
 from ritz.testing import check_operator
 
@@ -153,7 +152,7 @@ def test_a_small_module_without_factors_has_its_exact_block(mixed):
 
 
 def test_a_large_module_without_factors_has_the_diagonal_of_its_block(mixed, monkeypatch):
-    monkeypatch.setattr(layers, "LIMITS", Limits(dense_block=3))
+    monkeypatch.setattr(kfac_module, "TUNING", kfac_module.Tuning(dense_block=3))
     op = kfac(mixed)
     assert [type(block) for block in op.ops].count(DiagonalOperator) == 4
     exact = gauss_newton_blocks(mixed, op.sizes).diagonal()
@@ -245,7 +244,7 @@ def test_kfac_names_what_it_cannot_do(network):
     data = noise(5, 3), noise(5, 3)
     with pytest.raises(ValueError, match="kind must be one of ggn, monte_carlo, empirical"):
         kfac(Risk(network, nn.MSELoss(), data), kind="fisher")
-    with pytest.raises(ValueError, match="loss_fn must be one whose Hessian is known"):
+    with pytest.raises(ValueError, match="without class weights, whose Hessians are known"):
         kfac(Risk(network, nn.HuberLoss(), data))
     with pytest.raises(ValueError, match="loss_fn must be a likelihood to draw labels from"):
         kfac(Risk(network, nn.HuberLoss(), data), kind="monte_carlo")
@@ -295,7 +294,7 @@ def test_a_module_that_a_later_batch_does_not_call_raises():
             return self.a(self.a(x)) if len(x) == 5 else self.a(x)
 
     risk = Risk(randomised(Fickle()), nn.MSELoss(), (noise(11, 2), noise(11, 2)), batch_size=6)
-    with pytest.raises(ValueError, match=r"needs one call of each module per batch, .*'a'"):
+    with pytest.raises(ValueError, match=r"exactly one call of each module per batch, but \['a'\]"):
         kfac(risk)
 
 
@@ -309,3 +308,10 @@ def test_a_class_that_is_ignored_as_a_label_can_still_be_drawn():
     samples = torch.stack(found)
     gap = samples.mean(0) - kfac(risk).ops[0].factors.outputs
     assert bool((gap.abs() < 4 * samples.std(0) / 20).all())
+
+
+def test_too_many_outputs_for_exact_factors_point_to_drawn_labels():
+    risk = Risk(nn.Linear(2, 300), nn.CrossEntropyLoss(), [(torch.ones(3, 2), torch.arange(3))])
+    with pytest.raises(ValueError, match=r"300 outputs per sample: .*: use kind='monte_carlo'"):
+        kfac(risk)
+    assert kfac(risk, kind="monte_carlo").shape == (900, 900)

@@ -32,8 +32,8 @@ def test_blocks_of_layers_equal_the_blocks_of_the_matrix(layered, kind):
     [
         ("0", TypeError, "by must be a list"),
         ([], TypeError, "by must be a list"),
-        (["0"], ValueError, "by must take every parameter once, in the order"),
-        (["0", ".*"], ValueError, "by must take every parameter once, in the order"),
+        (["0"], ValueError, "by must select every parameter once, in the order"),
+        (["0", ".*"], ValueError, "by must select every parameter once, in the order"),
         (["2", "0"], ValueError, "in the order .*, got .*'2.weight', '0.weight'"),
         (["0", "3"], ValueError, "params must match at least one of"),
     ],

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ritz.curvature import Risk, fisher, ggn, hessian
-from ritz.curvature._linearize import Linearization
+from ritz.curvature._tracing import Linearization
 
 OPERATORS = {
     "hessian": hessian,

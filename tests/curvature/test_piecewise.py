@@ -39,7 +39,7 @@ def test_the_hessian_of_a_piecewise_linear_network_has_the_diagonal_of_its_gauss
     found = trace(op)
     assert float(found) == pytest.approx(float(exact.trace()))
     assert found.method.startswith("exact, by structure: 2 backward passes")
-    assert found.method.endswith("of a piecewise-linear network have one diagonal")
+    assert found.method.endswith("Hessian and Gauss-Newton matrix have equal diagonals")
     assert abs(exact - exact_matrix(piecewise_risk)).max() > 0.1  # the matrices are not the same
 
 

@@ -21,10 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ritz import diagonal, trace
 from ritz.curvature import Risk, fisher, ggn, kfac
-from ritz.curvature import _sample_gradients as rules
-from ritz.curvature import _structure as structure
-from ritz.curvature._modes import Limits
-from ritz.curvature._structure import structure_plan
+from ritz.curvature import _module_gradients as rules
+from ritz.curvature._sample_gradients import structure_plan
 from ritz.operators import exact
 
 
@@ -43,8 +41,7 @@ def test_exact_diagonal_and_trace_equal_those_of_the_matrix(build):
 def test_exact_diagonals_do_not_depend_on_the_size_of_chunks(build, monkeypatch):
     risk = built(build)
     whole, size = ggn_diagonal(risk), ggn_trace(risk)
-    for module in (structure, rules):
-        monkeypatch.setattr(module, "LIMITS", Limits(derivatives=1, gradients=40))
+    monkeypatch.setattr(rules, "TUNING", rules.Tuning(derivatives=1, gradients=40))
     torch.testing.assert_close(ggn_diagonal(risk), whole)
     assert ggn_trace(risk) == pytest.approx(size, rel=1e-10)
 

@@ -9,16 +9,16 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.nn.functional import cross_entropy
 
 import ritz
-from ritz._core import entropy
-from ritz._core.entropy import Tuning, chunked_entropy, chunked_hessian
-from ritz.curvature._linearize import nbytes
+from ritz._core import cross_entropy as chunks
+from ritz._core.cross_entropy import Tuning, chunked_entropy, chunked_hessian
+from ritz.curvature._tracing import nbytes
 
 VOCABULARY, TOKENS = 40, 6
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(entropy, "TUNING", Tuning(large=10, chunk=2 * VOCABULARY))
+    monkeypatch.setattr(chunks, "TUNING", Tuning(large=10, chunk=2 * VOCABULARY))
 
 
 def case(*shape):
@@ -110,7 +110,7 @@ def test_matrices_of_a_language_model_do_not_depend_on_the_chunks(monkeypatch):
     expected = [ritz.hessian(whole) @ unit, ritz.ggn(whole) @ unit, whole.gradient()]
     drawn = ritz.fisher(whole) @ unit
 
-    monkeypatch.setattr(entropy, "TUNING", Tuning(large=10, chunk=2 * VOCABULARY))
+    monkeypatch.setattr(chunks, "TUNING", Tuning(large=10, chunk=2 * VOCABULARY))
     risk, _ = language_risk()
 
     for engine in ("linearized", "eager"):
@@ -136,7 +136,7 @@ def test_a_trace_keeps_one_tensor_of_the_size_of_the_outputs():
 def test_large_outputs_are_multiplied_one_column_at_a_time(monkeypatch):
     risk, _ = language_risk()
     assert ritz.hessian(risk).block_size == 8
-    monkeypatch.setattr(entropy, "TUNING", Tuning(large=3 * TOKENS * VOCABULARY - 1))
+    monkeypatch.setattr(chunks, "TUNING", Tuning(large=3 * TOKENS * VOCABULARY - 1))
     assert ritz.hessian(risk).block_size == 1
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ritz.curvature import _sample_gradients as rules
+from ritz.curvature import _module_gradients as rules
 
 
 @pytest.mark.parametrize("positions", [1, 2, 4, 5, 9])
@@ -14,7 +14,7 @@ from ritz.curvature import _sample_gradients as rules
 def test_squares_of_products_are_those_of_the_gradients(
     positions, groups, count, batch, products, monkeypatch
 ):
-    monkeypatch.setattr(rules, "LIMITS", replace(rules.LIMITS, products=products))
+    monkeypatch.setattr(rules, "TUNING", replace(rules.TUNING, products=products))
     generator = torch.Generator().manual_seed(0)
     options = {"generator": generator, "dtype": torch.float64}
     a = torch.randn(batch, groups, 3, positions, **options)
@@ -35,7 +35,7 @@ def test_patches_of_few_samples_at_a_time_give_the_same_squares(monkeypatch):
     deltas = output.unsqueeze(0)
     whole = rules.squared_gradients(layer, call, deltas), rules.squared_norm(layer, call, deltas)
 
-    monkeypatch.setattr(rules, "LIMITS", replace(rules.LIMITS, gradients=1000))
+    monkeypatch.setattr(rules, "TUNING", replace(rules.TUNING, gradients=1000))
     parts = rules.squared_gradients(layer, call, deltas), rules.squared_norm(layer, call, deltas)
 
     torch.testing.assert_close(parts, whole)

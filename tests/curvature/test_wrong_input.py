@@ -22,8 +22,7 @@ from ritz.curvature import (
     kfac,
     summary,
 )
-from ritz.curvature import _risk as risks
-from ritz.curvature._modes import Limits
+from ritz.curvature import _batches as batches
 from ritz.curvature._shared import batch_products
 from ritz.measures import sharpness
 
@@ -90,7 +89,7 @@ def test_wrong_data_raise(model, data, error, match):
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize(("label", "classes"), [(3, "got 3"), (-1, "got -1")])
 def test_labels_out_of_range_name_the_batch(model, index, label, classes, memory, monkeypatch):
-    monkeypatch.setattr(risks, "LIMITS", Limits(data=memory))
+    monkeypatch.setattr(batches, "TUNING", batches.Tuning(memory=memory))
     data = changed(index, target=lambda y: torch.full_like(y, label))
 
     class Again:
@@ -277,7 +276,7 @@ def test_batch_statistics_of_one_value_raise(model):
     [
         (torch.zeros(30).double(), ValueError, r"theta must be \(31,\)"),
         (torch.zeros(31), TypeError, "theta must be torch.float64"),
-        (torch.zeros(31, 2).double(), ValueError, r"theta must be one vector, got \(31, 2\)"),
+        (torch.zeros(31, 2).double(), ValueError, r"theta must be .31,., got \(31, 2\)"),
         ([0.0], TypeError, "theta must be a torch.Tensor, got list"),
     ],
 )
@@ -360,3 +359,50 @@ def test_wrong_kinds_and_blocks_raise():
         fisher(risk, num_draws=0)
     with pytest.raises(ValueError, match=r"block must be \(31,\) or \(31, k\)"):
         next(batch_products(risk, noise(30)))
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "match"),
+    [
+        (
+            labels(3, 4).double(),
+            TypeError,
+            "must be integers for cross-entropy, got float64",
+        ),
+        (labels(3, 4).int(), TypeError, "batch 0 must be int64 for cross-entropy, got int32"),
+        (labels(3, 4)[:, None], ValueError, r"shape \(4,\) .*, got \(4, 1\): remove the last"),
+        (labels(3, 4)[:2], ValueError, r"shape \(4,\) for outputs of shape \(4, 3\), got \(2,\)"),
+    ],
+    ids=["floating-point", "int32", "column", "too few"],
+)
+def test_labels_that_do_not_fit_the_outputs_are_named_before_torch_sees_them(
+    model, target, error, match
+):
+    with pytest.raises(error, match=match):
+        Risk(model, CE, [(noise(4, 3), target)])
+
+
+def test_binary_targets_of_another_shape_than_the_outputs_raise(model):
+    target = torch.zeros(4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"shape of the outputs, \(4, 3\), got \(4,\)"):
+        Risk(model, functional.binary_cross_entropy_with_logits, [(noise(4, 3), target)])
+
+
+def test_an_error_of_the_model_names_the_batch_and_its_tensors(model):
+    match = r"batch 0 with tensors float64 \(4, 2\), int64 \(4,\), for .* float64: mat1"
+    with pytest.raises(RuntimeError, match=match):
+        Risk(model, CE, [(noise(4, 2), labels(3, 4))])
+
+
+def test_options_of_another_kind_raise_in_their_own_words(model):
+    risk = Risk(model, CE, vectors(4))
+    with pytest.raises(TypeError, match=r"options must be among engine, .*, got egnine"):
+        hessian(risk, egnine="eager")
+    with pytest.raises(TypeError, match="memory must be an integer, got '1GB'"):
+        block_diagonal(risk, memory="1GB")
+    with pytest.raises(TypeError, match="seed must be an integer, got 'a'"):
+        Risk(model, CE, vectors(4), seed="a")
+    with pytest.raises(ValueError, match=r"theta must be \(\d+,\), got \(1,\)"):
+        risk.at(torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"risk must be ritz\.Risk\(model, .*, got Sequential"):
+        hessian(risk).at(model)

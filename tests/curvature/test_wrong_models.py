@@ -59,7 +59,7 @@ def test_a_model_that_returns_several_outputs_raises_where_one_is_needed(model):
         def forward(self, x):
             return self.net(x), self.net(x)
 
-    with pytest.raises(TypeError, match="must return a tensor for this loss, got tuple"):
+    with pytest.raises(TypeError, match="must return one tensor for this loss, got tuple"):
         Risk(Twice(), CE, vectors(4))
     risk = Risk(Twice(), lambda outputs, target: CE(outputs[0], target), vectors(4))
     with pytest.raises(ValueError, match="a row for each of 4 samples, got tuple"):

@@ -74,7 +74,7 @@ def test_a_large_mixed_network_has_all_its_clusters(rng):
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        ([], {}, "at least one cluster"),
+        ([], {}, "at least one size"),
         ([3], {}, "sizes must be at least 4"),
         ([10], {"degree": 12}, "degree must be between 1 and 9"),
         ([10], {"degree": 6, "kind": "mixed"}, "degree must be between 1 and 5"),

@@ -203,11 +203,11 @@ def test_an_invalid_graph_is_named_in_the_error(several, moments):
         TypeError, match="graphs must be a list or a dictionary of graphs by name, got Graph"
     ):
         graphs.similarity(several["ring"])
-    with pytest.raises(GraphError, match="must have an edge"):
+    with pytest.raises(GraphError, match="must have at least one edge"):
         graphs.similarity([several["ring"], graphs.erdos_renyi(5, p=0.0)])
     with pytest.raises(ValueError, match="measure must be one of symmetric_kl"):
         graphs.similarity(moments, measure="euclid")
-    with pytest.raises(ValueError, match="equally many moments, got 30 and 100"):
+    with pytest.raises(ValueError, match="the same number of moments, got 30 and 100"):
         graphs.similarity([moments["ring"], several["random"]])
 
 
@@ -221,5 +221,5 @@ def test_moments_that_are_not_of_a_normalised_laplacian_are_refused(moments):
 
 @pytest.mark.parametrize("times", [[-1.0], [[1.0]], [], [math.nan]])
 def test_wrong_times_are_refused(moments, times):
-    with pytest.raises(ValueError, match="times must be a vector of finite numbers"):
+    with pytest.raises(ValueError, match="times must be finite numbers"):
         graphs.heat_trace(moments["ring"], times=torch.tensor(times))

@@ -9,7 +9,7 @@ import torch
 import ritz
 from ritz import graphs
 from ritz.graphs import GraphError
-from ritz.graphs._families import Outline, families, siblings
+from ritz.graphs._fit_models import Outline, families, siblings
 
 FAST = {"num_draws": 2, "num_repeats": 8}
 
@@ -195,7 +195,7 @@ def test_the_progress_bar_ends_at_the_number_of_drawn_graphs():
     ("options", "match"),
     [
         ({"models": ["small_world"]}, "models must be one of erdos_renyi"),
-        ({"models": []}, "models must contain at least one"),
+        ({"models": []}, "models must have at least one"),
         ({"num_draws": 1}, "num_draws must be at least 2"),
         ({"num_repeats": 1}, "num_repeats must be at least 2"),
         ({"num_nodes": 4}, "num_nodes must be at least 8"),
@@ -207,7 +207,7 @@ def test_wrong_arguments_are_named(options, match):
 
 
 def test_graphs_without_edges_or_too_small_are_refused():
-    with pytest.raises(GraphError, match="must have an edge"):
+    with pytest.raises(GraphError, match="must have at least one edge"):
         graphs.fit(graphs.erdos_renyi(10, p=0.0))
     with pytest.raises(GraphError, match=r"at least 8 vertices to be compared with .*, got 3"):
         graphs.fit(nx.path_graph(3))

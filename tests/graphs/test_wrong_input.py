@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ritz import graphs
 from ritz.graphs import GraphError, as_graph, read
 from ritz.graphs._io import assembly
 
@@ -270,3 +271,22 @@ def test_no_text_takes_more_than_linear_time(tmp_path, text):
         read(path)
     # Of the processor, whatever else the machine does: quadratic searches take ten and more.
     assert time.process_time() - started < 3
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: graphs.fit(ring(), models="erdos_renyi"), "models must be a sequence of names"),
+        (lambda: graphs.configuration_model([1.5, 0.5]), "degrees must be whole numbers"),
+        (lambda: graphs.stochastic_block_model(3, probabilities=0.1), "sizes must be integers"),
+        (lambda: graphs.heat_trace(ring(), times="a"), "times must be numbers or a tensor"),
+        (lambda: ring().subgraph([2, 2]), "nodes must be distinct, got 2 more than once"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_value(call, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        call()
+
+
+def ring():
+    return graphs.watts_strogatz(20, num_neighbors=4, p=0.1)

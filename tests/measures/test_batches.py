@@ -17,7 +17,7 @@ from ritz.measures import (
     measured_batches,
 )
 from ritz.measures._batch_subspace import outliers
-from ritz.measures._groups import without_replacement
+from ritz.measures._groups import share_of_variance
 from ritz.spectra import eigenpairs
 
 N, P = 256, 30
@@ -294,7 +294,7 @@ def test_variance_of_a_batch_is_that_of_drawn_batches():
         squares = products.square().sum(1)
         assert abs(squares.mean() - predicted) < 4 * squares.std() / 4000**0.5
     assert found.mean[2] == 0
-    assert without_replacement(1, N) == 1
+    assert share_of_variance(1, N) == 1
     torch.testing.assert_close(
         batch_variance(single, batch_sizes=(8,)).mean, single.mean / torch.tensor([8.0]).double()
     )
@@ -316,7 +316,7 @@ def test_the_table_names_sources_and_failing_conditions(tmp_path):
     for word in (
         "V(phi_1)",
         "subspace",
-        "trust the first three columns",
+        "Use the first three columns",
         "additive model does not apply",
     ):
         assert word in text
@@ -434,7 +434,7 @@ def test_pairs_without_vectors_or_of_another_size_are_refused():
     with pytest.raises(ValueError, match="pairs must have vectors"):
         batch_prediction(risk, batch_sizes=(8,), pairs=pairs)
     few = eigenpairs(hessian(risk), largest=4)
-    with pytest.raises(ValueError, match="pairs must have 6 vectors or more"):
+    with pytest.raises(ValueError, match="pairs must have at least 6 vectors, got 4"):
         batch_prediction(risk, batch_sizes=(8,), num_vectors=6, pairs=few)
 
 
@@ -495,7 +495,9 @@ def test_batches_of_samples_without_curvature_are_measured_in_float32():
     assert float(found.value.mean[0]) > 0.5 * float(pairs.values[0])
 
 
-@pytest.mark.parametrize(("scale", "message"), [(0.0, "norm 1, got 0"), (3.0, "norm 1, got 3")])
+@pytest.mark.parametrize(
+    ("scale", "message"), [(0.0, "leading must not be zero"), (3.0, "norm 1, got 3")]
+)
 def test_a_leading_vector_that_is_not_a_unit_vector_is_refused(scale, message):
     leading = scale * torch.eye(P, dtype=torch.float64)[0]
     with pytest.raises(ValueError, match=message):

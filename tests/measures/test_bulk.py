@@ -107,7 +107,7 @@ def test_bad_input_names_the_argument(bad, message):
 
 def test_a_negative_mean_has_no_law_of_marchenko_and_pastur():
     run = lanczos(-spiked(0) @ spiked(0), num_steps=20)
-    with pytest.raises(ValueError, match="needs a positive mean"):
+    with pytest.raises(ValueError, match="unless the mean eigenvalue of the bulk is positive"):
         bulk_edge(run, batch_size=10, law="marchenko_pastur")
 
 
@@ -132,7 +132,7 @@ def test_overlap_of_the_gradient_is_that_of_the_dense_matrix(risk, matrix):
     assert float(found.curvature) == pytest.approx(float(unit @ op.dense() @ unit))
     assert float(found.share) == pytest.approx(float(expected.sum()), abs=1e-6)
     assert float(found.explained) == pytest.approx(float(values.flip(0)[:4] @ expected), abs=1e-6)
-    assert "curvature along it" in str(found)
+    assert "curvature along the gradient" in str(found)
 
 
 def test_a_step_along_the_gradient_is_stable_up_to_two_over_the_curvature(risk):

@@ -89,7 +89,7 @@ def test_temperature_lowers_the_calibration_error_of_an_overconfident_network(dr
     found = temperature(risk_of(5 * logits, labels))
     assert found.temperature > 3
     assert found.after.error < 0.4 * found.before.error  # chance alone leaves 0.07
-    assert "temperature" in str(found)
+    assert "Temperature" in str(found)
     assert "calibration error" in str(found)
     assert found.num_samples == 400
 
@@ -151,13 +151,13 @@ def test_temperature_reports_max_steps(drawn):
 
 def test_temperature_raises_if_all_samples_are_classified_correctly(drawn):
     logits, _ = drawn
-    with pytest.raises(ValueError, match="all 400 samples are classified correctly"):
+    with pytest.raises(ValueError, match="optimal temperature is 0; got 400 correct ones"):
         temperature(risk_of(logits, logits.argmax(1)))
 
 
 def test_temperature_raises_if_outputs_are_worse_than_chance(drawn):
     logits, _ = drawn
-    with pytest.raises(ValueError, match="are no better than chance"):
+    with pytest.raises(ValueError, match="outputs better than chance"):
         temperature(risk_of(logits, logits.argmin(1)))
 
 
@@ -168,7 +168,7 @@ def test_outputs_must_be_finite(drawn):
             return outputs.masked_fill(torch.arange(5) == 4, -math.inf)
 
     logits, labels = drawn
-    with pytest.raises(ValueError, match="outputs must be finite"):
+    with pytest.raises(ValueError, match="risk must have finite outputs"):
         temperature(Risk(Masked(5, 5).double(), cross_entropy, (logits, labels % 4)))
 
 

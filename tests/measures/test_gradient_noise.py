@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ritz import load, save
 from ritz.curvature import Risk, curvature_operator
-from ritz.measures import _gradient_noise as module
+from ritz.measures import _gradients as module
 from ritz.measures import gradient_noise
 from ritz.testing import assert_within_stderr
 
@@ -103,7 +103,7 @@ def test_noise_scales_can_be_saved_and_printed(risk, tmp_path):
     again = load(tmp_path / "noise.safetensors")
 
     assert str(again) == str(found)
-    assert "simple noise scale 10.6" in str(found)
+    assert "simple noise scale: batches of 10.6" in str(found)
 
 
 def test_a_gradient_along_negative_curvature_has_no_critical_batch_size():

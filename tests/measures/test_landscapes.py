@@ -315,12 +315,12 @@ def test_arguments_are_checked(regression, bad, match):
     ("directions", "error", "match"),
     [
         (torch.ones(4), TypeError, r"direction 1 must be torch.float64"),
-        (torch.ones(5).double(), ValueError, r"direction 1 must be \(4,\) or"),
+        (torch.ones(5).double(), ValueError, r"direction 1 must be \(4,\), got"),
         (torch.ones(4, 1, 1).double(), ValueError, r"directions must be \(4,\) or \(4, k\)"),
         ({"u": torch.ones(4, 2).double()}, ValueError, r"u must be \(4,\), got \(4, 2\)"),
         ({"u": torch.zeros(4).double()}, ValueError, "u must not be zero"),
         ({"u": torch.full((4,), math.nan).double()}, ValueError, "u must be finite"),
-        ({}, ValueError, "directions must not be empty"),
+        ({}, ValueError, "directions must have at least one direction"),
         ([1.0], TypeError, "directions must be a Spectrum, a tensor or a dictionary"),
     ],
 )
@@ -342,7 +342,7 @@ def test_distributed_ritz_vectors_raise_as_directions(spectrum):
 
 
 def test_test_risk_with_other_parameters_raises(regression, normed):
-    with pytest.raises(ValueError, match="test must have the parameters of risk"):
+    with pytest.raises(ValueError, match="test must have the same parameters as risk"):
         landscape(regression[0], torch.ones(4, dtype=torch.float64), test=normed[1])
 
 

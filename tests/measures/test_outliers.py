@@ -7,7 +7,7 @@ import pytest
 import torch
 from curvature.networks import seeded
 
-from ritz.measures._outliers import vector_errors
+from ritz.measures._bulk_edge import vector_errors
 from ritz.measures._sharpness import simple_eigenvalues, traces
 from ritz.spectra import eigenpairs, lanczos_block
 from ritz.testing import with_spectrum

@@ -125,8 +125,8 @@ def test_a_budget_reduces_probes_and_then_steps_and_the_status_reports_it():
         assert sum(row.num_products for row in found.rows) <= budget
         for row in found.rows:
             assert row.status.ok == (budget == 60)
-    assert "max_steps: 1 of 3 probes, 4 of 5 steps, within 19 products" in str(found)
-    assert "max_products=60 suffices" in found.rows[0].status.advice
+    assert "max_steps: 1 of 3 probes, 4 of 5 steps, limited by max_products=19" in str(found)
+    assert "max_products=60 would suffice" in found.rows[0].status.advice
     assert "max_steps" not in str(whole)
     with pytest.raises(ValueError, match="max_products must be at least 4, got 3"):
         measured(centre, max_products=3)

@@ -5,12 +5,12 @@ import torch
 from torch.optim import SGD
 
 from ritz.measures import curvature_ratio, least_damping, stable_rate
-from ritz.measures._stability import (
+from ritz.measures._groups import share_of_variance
+from ritz.measures._learning_rates import (
     additive_change,
     additive_exponent,
     multiplicative_change,
     multiplicative_exponent,
-    share_of_variance,
 )
 from ritz.rmt import additive_spikes, multiplicative_spikes
 

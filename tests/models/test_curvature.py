@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ritz
-from ritz._core.modes import batch_norms, evaluating
+from ritz._core.batch_norm import batch_norms, evaluating
 from ritz.models._resnets import (
     ResNet,
     basic,

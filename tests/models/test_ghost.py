@@ -8,7 +8,7 @@ from models.tiny import sample, tiny, wave
 from torch import nn
 
 import ritz
-from ritz._core.modes import batch_norms, evaluating, recomputed_statistics
+from ritz._core.batch_norm import batch_norms, evaluating, recomputed_statistics
 from ritz.models import GhostBatchNorm1d, GhostBatchNorm2d, with_ghost_batch_norm
 from ritz.models._ghost import group_sizes
 

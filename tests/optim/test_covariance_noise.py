@@ -314,7 +314,8 @@ def tied():
         ({"until": 0}, NETWORKS["mlp"], "until"),
         ({"refresh": 0}, NETWORKS["mlp"], "refresh"),
         ({"kind": "sgld"}, NETWORKS["mlp"], "temperature must be given"),
-        ({"kind": "diagonal"}, tied, "gradients of single samples, .*: use kind='full'"),
+        ({"kind": "sgld", "temperature": -1.0}, NETWORKS["mlp"], "temperature must be at least 0"),
+        ({"kind": "diagonal"}, tied, "per-sample gradients, .*: use kind='full'"),
         ({"loss_fn": nn.CrossEntropyLoss(reduction="sum")}, NETWORKS["mlp"], "reduction='sum'"),
         ({"loss_fn": lambda f, y: CROSS_ENTROPY(f, y) ** 2}, NETWORKS["mlp"],
          "must be the mean of the losses of its samples"),
@@ -339,7 +340,7 @@ def test_a_step_without_its_batch_is_refused():
     model = NETWORKS["mlp"]()
     optimizer = SGD(model.parameters(), lr=0.1)
     noise = CovarianceNoise(optimizer, model, small=SMALL)
-    with pytest.raises(RuntimeError, match="call backward"):
+    with pytest.raises(RuntimeError, match=r"call noise\.backward"):
         optimizer.step()
     assert noise.num_steps == 0
 

@@ -53,7 +53,7 @@ dist.destroy_process_group()
 def check(folder, name, kinds, steps, *, refresh=1):
     script = SCRIPT.replace("KINDS", repr(kinds)).replace("STEPS", str(steps))
     script = script.replace("NAME", repr(name)).replace("REFRESH", str(refresh))
-    for code, error in run_processes(script, 2, folder):
+    for code, error in run_processes(script, 2, folder, seconds=1700):
         assert code == 0, error
     first, second = (torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(2))
     for kind in kinds:
@@ -70,7 +70,7 @@ def test_two_processes_give_the_covariance_of_the_whole_step(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", NOISE_KINDS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_twenty_thousand_steps_of_two_processes(name, kind, tmp_path):

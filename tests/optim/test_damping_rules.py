@@ -192,7 +192,7 @@ def test_a_run_with_a_damping_rule_resumes_bit_for_bit(rule, tmp_path):
         (lambda p: Damping(DampedAdamW(p), "fast"), "rule must be one of"),
         (lambda p: Damping(DampedAdamW(p), "noise"), "needs batch_size, got None"),
         (lambda p: Damping(DampedAdamW(p), "noise", batch_size=4).step(), "needs a risk"),
-        (lambda p: Damping(DampedAdamW(p), "adaptive").step(), "needs a block"),
+        (lambda p: Damping(DampedAdamW(p), "adaptive").step(), "needs a .with. block"),
     ],
 )
 def test_wrong_use_is_one_clear_error(make, match):

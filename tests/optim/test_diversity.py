@@ -5,7 +5,13 @@ import pytest
 import torch
 
 import ritz
-from ritz.optim import solution_diversity
+from ritz.optim import (
+    effective_rates,
+    scale_invariant_weights,
+    solution_diversity,
+    spectral_rates,
+    weight_norms,
+)
 
 
 def looped(logits):
@@ -82,7 +88,7 @@ def test_diversity_is_printed_and_saved(rng, tmp_path):
         ([torch.zeros(3, 2), torch.zeros(4, 2)], r"one shape \(n, c\).*\(4, 2\)"),
         (torch.zeros(2, 3), "one shape"),
         (torch.zeros(2, 0, 3), "one shape"),
-        (torch.full((2, 3, 2), math.nan), "must not hold NaN"),
+        (torch.full((2, 3, 2), math.nan), "must not contain NaN"),
     ],
 )
 def test_diversity_error_names_wrong_logits(logits, match):
@@ -93,3 +99,18 @@ def test_diversity_error_names_wrong_logits(logits, match):
 def test_diversity_of_integer_tensors_raises():
     with pytest.raises(TypeError, match="logits must be of a real floating-point dtype"):
         solution_diversity(torch.zeros(2, 3, 2, dtype=torch.long))
+
+
+def test_diagnostics_name_an_argument_of_another_type():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="or named tensors, got str"):
+        weight_norms("model")
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
+        scale_invariant_weights("model", torch.ones(2, 2))
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer, got Linear"):
+        effective_rates(model, model, ["weight"])
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got SGD"):
+        effective_rates(optimizer, optimizer, ["weight"])
+    with pytest.raises(TypeError, match=r"spectrum must be the result of ritz\.lanczos"):
+        spectral_rates(torch.ones(3))

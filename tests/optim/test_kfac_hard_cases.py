@@ -265,7 +265,7 @@ def test_an_input_that_is_overwritten_is_named():
     x = noise(5, 3)
     outputs = model(x)
     x.zero_()
-    with pytest.raises(RuntimeError, match="input of layer '0' was modified in place"):
+    with pytest.raises(RuntimeError, match="input of layer '0', which was modified in place"):
         optimizer.observe(outputs, labels(3, 5), cross_entropy)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from optim.optimizer_cases import copied, give_gradients, parameters, run, seeded
 
-from ritz.optim import DampedAdamW, Gadam, GadamX, Padam, PadamW, _update
+from ritz.optim import DampedAdamW, Gadam, GadamX, Padam, PadamW, _adaptive_update
 
 BETAS = (0.9, 0.999)
 
@@ -174,7 +174,7 @@ def test_large_parameters_are_updated_in_chunks(monkeypatch, transposed):
         ours = [torch.nn.Parameter(p.detach().t()) for p in ours]
     whole = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     expected = run(GadamX(whole), whole, seeded(1))
-    monkeypatch.setattr(_update, "TUNING", _update.Tuning(grain=100))
+    monkeypatch.setattr(_adaptive_update, "TUNING", _adaptive_update.Tuning(grain=100))
     found = run(GadamX(ours), ours, seeded(1))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

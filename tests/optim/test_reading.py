@@ -138,3 +138,18 @@ def test_decay_of_a_wrapped_optimiser_is_split_off_as_that_of_the_optimiser(kind
         # An L2 term has its share of the gradient in the update.
         share = 0.5 * before / (reading.gradient + 0.5 * before)
         torch.testing.assert_close(reading.decay, share * moved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"values": torch.ones(3)}, ValueError, r"values must be \(2,\), got \(3,\)"),
+        ({"decay": torch.ones(2)}, ValueError, r"decay must be \(5,\) or \(5, k\), got \(2,\)"),
+        ({"gradient": torch.ones(5).double()}, TypeError, "torch.float32, like vectors, got"),
+    ],
+)
+def test_readings_name_a_vector_that_does_not_fit(changes, error, match):
+    parts = {"values": torch.ones(2), "vectors": torch.eye(5)[:, :2]}
+    parts |= dict.fromkeys(("gradient", "before", "after"), torch.ones(5)) | changes
+    with pytest.raises(error, match=match):
+        read_step(parts.pop("values"), parts.pop("vectors"), **parts)

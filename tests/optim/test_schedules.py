@@ -10,6 +10,7 @@ from ritz.optim import (
     GroupSchedule,
     Schedule,
     averaging_decay,
+    held_from,
     linear_decay,
     step_decay,
     warmup,
@@ -244,3 +245,16 @@ def test_schedule_error_names_the_wrong_shape(make, match):
 def test_schedule_raises_for_something_that_is_not_an_optimiser():
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got Linear"):
         Schedule(torch.nn.Linear(1, 1), warmup(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: warmup(3, then=0.5), "then must be a function of the steps done, got float"),
+        (lambda: held_from(3, 0.5), "shape must be a function of the steps done, got float"),
+        (lambda: step_decay(3), "milestones must be a list of steps, got int"),
+    ],
+)
+def test_shapes_that_cannot_be_called_raise_when_they_are_made(make, match):
+    with pytest.raises(TypeError, match=match):
+        make()

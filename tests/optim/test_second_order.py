@@ -401,7 +401,7 @@ def test_one_value_that_is_left_has_no_momentum():
 
 
 def test_a_spectrum_without_positive_values_is_an_error_first_and_ignored_later():
-    with pytest.raises(ValueError, match="a positive Ritz value beside that of the bulk"):
+    with pytest.raises(ValueError, match="a positive Ritz value outside of the bulk"):
         spectral_rates(spectrum_of([-2.0, -1.0, -0.5], [0.3, 0.3, 0.4]))
     model = Quadratic([1.0, 2.0, 4.0])
     optimizer = SpectralSGD(model.parameters(), num_steps=3)

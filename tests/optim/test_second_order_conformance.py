@@ -343,7 +343,7 @@ def test_risks_of_other_models_are_refused(name):
         optimizer.update_curvature(samples())
     model = network()
     both = build(name, [*model.parameters(), nn.Parameter(torch.zeros(2).double())])
-    with pytest.raises(ValueError, match="must be those of the model of risk"):
+    with pytest.raises(ValueError, match="risk must have the model of all parameters"):
         both.update_curvature(Risk(model, cross_entropy, [samples()]))
     with pytest.raises(ValueError, match="in the dtype of its parameters"):
         build(name, model.parameters()).update_curvature(

@@ -7,7 +7,7 @@ from curvlinops import FisherType, KFACType
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from ritz.curvature._layers import KroneckerFactors, LayerOperator
+from ritz.curvature._kfac import KroneckerFactors, LayerOperator
 from ritz.operators import BlockDiagonalOperator, DenseOperator
 from ritz.optim import KFAC
 

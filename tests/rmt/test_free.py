@@ -275,19 +275,19 @@ def test_bands_narrower_than_the_search_are_reported():
 
     assert law.status.outcome == "uncertain"
     assert "narrower" in law.status.advice
-    assert "mass complete to" in str(law)
+    assert "missing mass" in str(law)
 
 
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: free_product(Semicircle(), MarchenkoPastur(ratio=1.0)), "first must have no neg"),
-        (lambda: free_product(torch.ones(2), torch.zeros(2)), "second must have no negative"),
-        (lambda: free_sum(torch.tensor([math.nan]), Semicircle()), "eigenvalues must be finite"),
-        (lambda: stieltjes(torch.tensor([]), 1j), "eigenvalues must not be empty"),
+        (lambda: free_product(Semicircle(), MarchenkoPastur(ratio=1.0)), "first must have"),
+        (lambda: free_product(torch.ones(2), torch.zeros(2)), "second must have positive"),
+        (lambda: free_sum(torch.tensor([math.nan]), Semicircle()), "first must be finite"),
+        (lambda: stieltjes(torch.tensor([]), 1j), "measure must have at least one eigenvalue"),
         (lambda: blue(Semicircle(), 1.5), "g must be a value that the transform takes"),
         (lambda: blue(Semicircle(), 0.0), "g must be a value that the transform takes"),
-        (lambda: s_transform(Semicircle(), 0.1), "measure must have no negative eigenvalues"),
+        (lambda: s_transform(Semicircle(), 0.1), "measure must have positive and no neg"),
         (lambda: s_transform(MarchenkoPastur(ratio=2.0), -0.6), "y must be a value"),
     ],
 )  # fmt: skip

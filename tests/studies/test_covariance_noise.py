@@ -6,7 +6,7 @@ import torch
 import ritz
 from ritz import studies
 from ritz._core.journal import Journal, Parts
-from ritz.studies import _noise_regimes
+from ritz.studies import _covariance_noise_runs
 from ritz.studies import covariance_noise as study
 
 
@@ -33,7 +33,7 @@ def test_the_result_can_be_saved_printed_and_drawn(result, tmp_path):
 
 
 def test_an_interrupted_study_repeats_no_finished_run(result, tmp_path, monkeypatch):
-    original, calls = _noise_regimes.fit, []
+    original, calls = _covariance_noise_runs.fit, []
 
     def fit(*args, **options):
         calls.append(options["seed"])
@@ -41,7 +41,7 @@ def test_an_interrupted_study_repeats_no_finished_run(result, tmp_path, monkeypa
             raise KeyboardInterrupt
         return original(*args, **options)
 
-    monkeypatch.setattr(_noise_regimes, "fit", fit)
+    monkeypatch.setattr(_covariance_noise_runs, "fit", fit)
     with pytest.raises(KeyboardInterrupt):
         study.run(result.config, state=tmp_path / "state")
     again = study.run(result.config, state=tmp_path / "state")
@@ -61,9 +61,9 @@ def test_a_rate_at_which_one_seed_diverges_is_not_chosen(monkeypatch):
         seen.append((rate, seed))
         return scores[rate][seed - 1003]
 
-    monkeypatch.setattr(_noise_regimes.Runner, "_score", score)
+    monkeypatch.setattr(_covariance_noise_runs.Runner, "_score", score)
     config = study.Config(tasks=("digits/mlp",), rates=tuple(scores), seed=3)
-    runner = _noise_regimes.Runner(config, "digits", "mlp")
+    runner = _covariance_noise_runs.Runner(config, "digits", "mlp")
     assert runner.choose("large", Parts(Journal(None, {}))) == 0.2
     # The last seed of the rate that diverged is not run: it cannot help.
     assert seen == [(rate, seed) for rate in scores for seed in (1003, 1004, 1005)][:-1]

@@ -184,7 +184,7 @@ class Sized:
     [
         ({"count": 1}, "count must be at least 2"),
         ({"sizes": (4, 2)}, "sizes must be at least 3"),
-        ({"sizes": ()}, "sizes must not be empty"),
+        ({"sizes": ()}, "sizes must have at least one entry"),
         ({"names": ("a", "c")}, "names must be one of a, b"),
         ({"names": ()}, "names must not be empty"),
     ],

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import ritz
 from ritz.curvature import Risk
-from ritz.curvature._linearize import Linearization
+from ritz.curvature._tracing import Linearization
 from ritz.optim import LanczosNewton
 from ritz.training import CurvatureMonitor, fit, read_log
 

@@ -1,8 +1,8 @@
 """Batches: their tensors, rows, devices, inputs and labels.
 
-A batch is a tensor, or tuples, lists and dictionaries of tensors and other values. A tensor with
-one row per sample is cut and joined by rows. Everything else belongs to the batch as a whole and
-is passed on unchanged.
+A batch is a tensor, or a nesting of tuples, lists and dictionaries of tensors and other values. A
+tensor with one row per sample is split and joined by rows. Other values belong to the whole batch
+and are passed on unchanged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ def num_rows(batch: Batch, name: str = "a batch") -> int:
 
 
 def common_rows(batch: Batch, name: str = "data") -> int:
-    """Return the number of rows that all tensors of a batch have; raise if they differ."""
+    """Return the number of rows that all tensors of a batch have. Raise if they differ."""
     lengths = [len(tensor) if tensor.ndim else 0 for tensor in tensors(batch)]
     if len(set(lengths)) > 1:
         raise ValueError(f"{name} must be tensors of the same length, got {lengths}")
@@ -52,9 +52,9 @@ def take_rows(batch: Batch, indices: Tensor | slice, size: int) -> Batch:
 
 
 def split_rows(batch: Batch, batch_size: int, size: int | None = None) -> list[Batch]:
-    """Cut samples into batches of ``batch_size``; the last may be smaller.
+    """Split samples into batches of ``batch_size``. The last one may be smaller.
 
-    All tensors must have a row per sample, unless the number of samples, ``size``, is passed.
+    All tensors must have one row per sample, unless the number of samples is passed as ``size``.
     """
     size = common_rows(batch) if size is None else size
     starts = range(0, size, batch_size)
@@ -69,13 +69,13 @@ def split_samples(
     The function makes a batch of one sample, for use inside ``vmap`` over the tensors.
     """
     leaves, spec = tree_flatten(batch)
-    # The rest, such as a mask that all samples share, stays as it is in every batch of one.
+    # Other values, such as a mask that all samples share, are the same in every batch of one.
     places = [place for place, leaf in enumerate(leaves) if is_rows(leaf, size)]
 
     def rebuild(sample: Sequence[Tensor]) -> Batch:
         single = list(leaves)
         for place, row in zip(places, sample, strict=True):
-            # vmap has removed the axis of samples; the model expects a batch of one.
+            # vmap has removed the axis of samples, but the model expects a batch of one.
             single[place] = row.unsqueeze(0)
         return tree_unflatten(single, spec)
 
@@ -83,11 +83,11 @@ def split_samples(
 
 
 def join_rows(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:
-    """Return one batch with the samples of several; values other than rows must be equal."""
+    """Return one batch with the samples of several. Values other than rows must be equal."""
     leaves, spec = tree_flatten(batches[0])
     columns = list(zip(*map(tree_leaves, batches), strict=True))
-    # A leaf is cut by sample only if it has the right length in every batch: a weight vector that
-    # happens to be as long as one batch is not.
+    # A leaf has rows only if it has the right length in every batch. A vector of class weights may
+    # have the length of a single batch by accident.
     by_sample = [all(map(is_rows, column, sizes)) for column in columns]
     if not any(by_sample):
         raise ValueError(f"no tensor of a batch of {sizes[0]} samples has one row per sample")
@@ -102,7 +102,7 @@ def join_rows(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
-    """Return a batch with all its tensors on a device, and dictionaries for other mappings."""
+    """Return a batch with all its tensors on a device. Other mappings become dictionaries."""
 
     def move(leaf: Any) -> Any:
         leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
@@ -112,17 +112,17 @@ def to_device(batch: Batch, device: torch.device, *, non_blocking: bool = False)
 
 
 def as_plain(batch: Batch) -> Batch:
-    """Return mappings of other kinds, such as the output of tokenizers, as a dictionary."""
+    """Return a mapping of another type, such as the output of a tokenizer, as a dictionary."""
     return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
 
 
 def is_tensors(data: Any) -> bool:
-    """Return whether data are a tuple of tensors with all samples."""
+    """Return whether data are a tuple of tensors that hold all samples."""
     return isinstance(data, tuple) and bool(data) and all(isinstance(x, Tensor) for x in data)
 
 
 def as_one_batch(data: Any) -> Batch | None:
-    """Return data with all samples in one piece as one batch, or ``None`` for other data."""
+    """Return data that hold all samples as one batch, or ``None`` for other data."""
     if isinstance(data, TensorDataset):
         return data.tensors
     if isinstance(data, Tensor):
@@ -133,8 +133,8 @@ def as_one_batch(data: Any) -> Batch | None:
 def split_labels(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Return positional inputs, keyword inputs and labels of a batch.
 
-    A batch is ``(*inputs, labels)``, a dictionary of keyword inputs with ``labels`` among them, or
-    inputs alone; then the labels are ``None``.
+    A batch is ``(*inputs, labels)``, a dictionary of keyword inputs that may contain ``labels``, or
+    a single input. Without labels, ``None`` is returned for them.
     """
     if isinstance(batch, Mapping):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -146,7 +146,7 @@ def split_labels(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    # == of tensors is elementwise, and raises for different shapes.
+    # Not ==, which is elementwise for tensors and raises for different shapes.
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
     return bool(left == right)

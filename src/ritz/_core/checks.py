@@ -25,7 +25,7 @@ def check_range(
     # bool is a subclass of int, but True as a tolerance or a count is a mistake.
     if isinstance(value, bool) or not isinstance(value, Real):  # Python's or NumPy's
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    # "not value >= low" rather than "value < low": NaN fails every comparison and must raise.
+    # "not value >= low" instead of "value < low", because NaN fails every comparison.
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         raise ValueError(f"{name} must be {_interval(low, high)}, got {value}")
 
@@ -38,30 +38,30 @@ def check_positive(name: str, value: float, *, zero: bool = False) -> None:
         raise ValueError(f"{name} must be finite and {least}, got {value}")
 
 
-def check_type(name: str, value: object, kind: type, expected: str) -> None:
-    """Raise unless ``value`` is an instance of ``kind``; ``expected`` describes it in the error."""
+def check_type(name: str, value: object, kind: Any, expected: str) -> None:
+    """Raise unless ``value`` is an instance of ``kind``, described by ``expected`` in the error."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
 
 
 def is_below(error: "float | Tensor", bound: "float | Tensor") -> bool:
-    """Return whether every error is at most its bound. NaN is not below anything."""
-    # All comparisons of an error with a tolerance go through here: ``not error > bound`` would
-    # accept NaN.
+    """Return whether every error is at most its bound. NaN is never below a bound."""
+    # All comparisons of an error with a tolerance use this function, since ``not error > bound``
+    # would accept NaN.
     below = error <= bound
     return bool(below.all()) if hasattr(below, "all") else below
 
 
 def check_count(name: str, value: int, *, low: int = 1, high: int | None = None) -> int:
-    """Return an integer of Python, NumPy or torch as an ``int``; raise unless in ``[low, high]``.
+    """Return an integer of Python, NumPy or torch as an ``int``. Raise unless in ``[low, high]``.
 
-    Callers compute with what is returned: integers of NumPy overflow.
+    Callers must use the returned value, because integers of NumPy overflow.
     """
     try:
         number = index(value)
     except TypeError:
         number = None
-    # For Python True is an int, but as a count it is a mistake, also as a tensor.
+    # True is an int in Python, but True as a count is a mistake, also in a tensor.
     if number is None or "bool" in str(getattr(value, "dtype", type(value))):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     check_range(name, number, low=low, high=high)
@@ -69,7 +69,7 @@ def check_count(name: str, value: int, *, low: int = 1, high: int | None = None)
 
 
 def as_plain(value: Any) -> Any:
-    """Return a number of NumPy as one of Python, which JSON can store, and all else unchanged."""
+    """Return a number of NumPy as a Python number, which JSON can store. Others are unchanged."""
     if isinstance(value, bool | int | float) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
@@ -86,7 +86,7 @@ def check_interval(name: str, interval: tuple[float, float]) -> None:
     if len(interval) != 2:
         raise ValueError(f"{name} must be a pair of numbers, got {interval}")
     low, high = interval
-    # The length is checked, not the two ends: it overflows for (-1e308, 1e308).
+    # The length is checked and not the two ends, because it overflows for (-1e308, 1e308).
     if not (low < high and math.isfinite(high - low)):
         raise ValueError(f"{name} must be finite with its lower end first, got {interval}")
 
@@ -96,14 +96,20 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         hint = suggest(value, choices) if isinstance(value, str) else ""
         hint = f"; {hint}" if hint.startswith("did you mean") else ""
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}{hint}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {short(value)}{hint}")
+
+
+def short(value: object) -> str:
+    """Return a value for an error message: its representation, or its type if that is long."""
+    text = repr(value)
+    return text if len(text) <= 100 and "\n" not in text else type(value).__name__
 
 
 def check_finite(name: str, tensor: "Tensor") -> None:
-    """Raise if ``tensor`` has NaN or Inf entries; report their number and the first index."""
+    """Raise if ``tensor`` has NaN or Inf entries. Report their number and the first index."""
     import torch
 
-    # The common case costs one reduction; the index is looked up only for the error.
+    # The common case costs one reduction. The index is computed only for the error.
     if bool(torch.isfinite(tensor).all()):
         return
     bad = ~torch.isfinite(tensor)
@@ -115,18 +121,24 @@ def check_finite(name: str, tensor: "Tensor") -> None:
 
 
 def check_tensor(
-    name: str, tensor: "Tensor", *, dtype: "torch.dtype", device: "torch.device", rows: int
+    name: str,
+    tensor: "Tensor",
+    *,
+    dtype: "torch.dtype",
+    device: "torch.device",
+    rows: int,
+    like: str = "the operator",
 ) -> None:
-    """Raise unless ``tensor`` is ``(rows,)`` or ``(rows, k)`` with this dtype and device."""
+    """Raise unless ``tensor`` is ``(rows,)`` or ``(rows, k)``, of this dtype and device."""
     from torch import Tensor
 
     check_type(name, tensor, Tensor, "a torch.Tensor")
     if tensor.ndim not in (1, 2) or tensor.shape[0] != rows:
         raise ValueError(f"{name} must be ({rows},) or ({rows}, k), got {tuple(tensor.shape)}")
     if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, like the operator, got {tensor.dtype}")
+        raise TypeError(f"{name} must be {dtype}, like {like}, got {tensor.dtype}")
     if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, like the operator, got {tensor.device}")
+        raise ValueError(f"{name} must be on {device}, like {like}, got {tensor.device}")
 
 
 def check_real_floating(name: str, dtype: "torch.dtype") -> None:
@@ -136,7 +148,7 @@ def check_real_floating(name: str, dtype: "torch.dtype") -> None:
 
 
 def check_device(device: "str | torch.device") -> "torch.device":
-    """Return the device of a name, with its index for CUDA; raise unless this machine has it."""
+    """Return a device by name, with its index for CUDA. Raise unless this machine has it."""
     import torch
 
     try:
@@ -146,13 +158,13 @@ def check_device(device: "str | torch.device") -> "torch.device":
     if place.type != "cuda":
         return place
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # torch itself fails only when the first tensor is created, perhaps after minutes of reading.
+    # torch would fail when the first tensor is created, perhaps after minutes of reading data.
     if (place.index or 0) >= count:
         raise ValueError(
             f"device must be one of this machine, got {str(device)!r}: torch finds "
             f"{count or 'no'} CUDA device{'s' * (count > 1)}"
         )
-    # Tensors are on cuda:0, never on cuda: only with an index do devices compare equal.
+    # With an index, because the device of a tensor is cuda:0, which does not equal cuda.
     return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
 
 

@@ -92,6 +92,15 @@ def as_points(x: float | Sequence[float] | Tensor, name: str = "points") -> Tens
         raise TypeError(f"{name} must be numbers or a tensor, got {x!r}") from error
 
 
+def broadcast(**tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors expanded to a common shape; an error names the arguments and their shapes."""
+    try:
+        return tuple(torch.broadcast_tensors(*tensors.values()))
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors.values())
+        raise ValueError(f"{', '.join(tensors)} must broadcast, got shapes {shapes}") from None
+
+
 def band(samples: Tensor, sigmas: float) -> Band:
     """Return the mean over the first axis minus and plus ``sigmas`` standard errors."""
     # NaN for a single probe, which has no standard error.

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 Group = dist.ProcessGroup
 
@@ -84,3 +85,26 @@ def _guard(call: Callable[[], object]) -> None:
             f"process {rank()} could not exchange data with the others; one of them has probably "
             f"failed: {error}"
         ) from error
+
+
+# ------------------------------------------------------------------------------------------
+# Wrapped and sharded models.
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model without the wrappers of DDP and ``torch.compile``."""
+    name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
+    inner = getattr(model, name, None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def reshard(model: nn.Module) -> None:
+    """Discard the gathered weights of a sharded model, which become stale if shards change."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    # FSDP2 adds these methods to the class of the module.
+    return hasattr(module, "reshard") and hasattr(module, "unshard")

@@ -1,4 +1,4 @@
-"""``Journal``: a long computation saves its state, and resumes from it after a crash."""
+"""`Journal`: the saved state of a long computation, from which it resumes after a crash."""
 
 import os
 import re
@@ -21,7 +21,7 @@ T = TypeVar("T")
 Vectors = Iterator[list[Tensor]]
 
 ADVICE = "delete these files, or pass another state= path"
-# Ends of names: files of vectors, by generation and rows, and those that are no use alone.
+# Endings of file names: files of vectors (generation and rows), and files that are of no use alone.
 VECTORS = re.compile(r"\.\d+\.\d+-\d+")
 DEPENDENT = re.compile(rf".*({VECTORS.pattern}|\.next)")
 
@@ -78,8 +78,8 @@ class Journal:
             raises. A tensor, or a list of tensors, is compared by its digest.
         interval: Seconds between saves.
         group: The processes that compute, by default all.
-        together: Whether the processes take the same steps and wait for each other. If not, each
-            resumes from its own last step.
+        together: Whether the processes take the same steps and wait for each other. If not, each of
+            them resumes from its own last step.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Journal:
         self._saved_at = time.monotonic()
 
     def due(self) -> bool:
-        """Return whether it is time to save; all processes get the same answer."""
+        """Return whether it is time to save. All processes get the same answer."""
         if self.path is None:
             return False
-        # Clocks differ, so the processes agree: all save as soon as one of them is late.
+        # Clocks differ, so all processes save as soon as one of them is late.
         late = time.monotonic() - self._saved_at >= self._interval
         return bool(self._agree(all_max, int(late)))
 
@@ -169,7 +169,7 @@ class Journal:
         source, saved = newest, self._read(newest, restore)
         if saved is None:
             source, saved = previous, self._read(previous, restore)
-        # A process may have been killed one save earlier than the others: all use the common step.
+        # A process may have been killed one save earlier than the others. All use the common step.
         step = -1 if saved is None else saved.step
         common, furthest = self._agree(all_min, step), self._agree(all_max, step)
         if saved is not None and step > common >= 0:
@@ -280,7 +280,7 @@ def state_files(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def has_state(path: str | os.PathLike[str]) -> bool:
-    """Return whether files at ``path`` may hold a state to resume from; they are not read."""
+    """Return whether files at ``path`` may contain a state to resume from. They are not read."""
     name = Path(path).name
     files = [file.name for file in state_files(path) if file.name.startswith(name)]
     return not all(DEPENDENT.fullmatch(each) for each in files)
@@ -293,7 +293,7 @@ def remove_state(path: str | os.PathLike[str]) -> None:
 
 
 def process_suffix(group: Group | None) -> str:
-    """Return the ending of the file names of this process; empty for a single process."""
+    """Return the ending of the file names of this process. Empty for a single process."""
     return f".rank{rank(group)}" if world_size(group) > 1 else ""
 
 

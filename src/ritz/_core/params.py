@@ -1,4 +1,4 @@
-"""Named tensors as one flat vector and back, and the parameters of an optimiser."""
+"""`ParamSpace`: named tensors as one flat vector; parameters and settings of optimisers."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -63,7 +63,7 @@ def check_setting(name: str, value: Any, *, zero: bool = True) -> None:
     Like the learning rates of torch it may be a number or a tensor of one element.
     """
     if isinstance(value, Tensor):
-        if value.numel() != 1:  # the words of torch
+        if value.numel() != 1:  # the message of torch
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
         value = value.item()
     check_positive(name, value, zero=zero)

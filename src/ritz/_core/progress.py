@@ -22,7 +22,7 @@ class Progress(Protocol):
         """Called once at the end, also after an error."""
 
 
-# In a log file, work that takes more seconds than this announces its expected time at the start.
+# In a log file, work that takes longer than this number of seconds prints its expected time once.
 # For shorter work this line would be longer than the result.
 LONG = 10.0
 
@@ -37,7 +37,7 @@ class Bar:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        # A notebook is no terminal, but it also redraws a line after \r.
+        # A notebook is not a terminal, but it also redraws a line after \r.
         self._live = self._stream.isatty() or "ipykernel" in sys.modules
 
     def start(self, label: str, total: int | None) -> None:
@@ -77,8 +77,8 @@ class Bar:
         """Return the seconds left, or ``None`` if they are not known."""
         if not self._total or not 0 < done < self._total:
             return None
-        # The first step is slower, because models are traced in it: use the mean time of the steps
-        # after it, if there are some. A resumed run begins with more than one step done.
+        # The first step is slower, because models are traced in it. Therefore use the mean time of
+        # the steps after it, if there are any. A resumed run begins with more than one step done.
         self._first = self._first or (done, now)
         before, since = self._first
         seconds = (now - since) / (done - before) if done > before else (now - self._begun) / done
@@ -87,7 +87,8 @@ class Bar:
     def _write(self, end: str = "") -> None:
         line = self._line
         if self._live:
-            # One column less than the terminal: a full line would wrap and \r could not return.
+            # One column less than the terminal, because a full line would wrap, and \r would not
+            # work.
             width = shutil.get_terminal_size().columns - 1
             line = "\r" + line[:width].ljust(width)
         self._stream.write(line + end)
@@ -131,13 +132,13 @@ class Stages:
         return self
 
     def start(self, label: str, total: int | None) -> None:
-        """Do nothing: the bar of all stages has begun."""
+        """Do nothing, because the bar of all stages has begun already."""
 
     def update(self, done: int, note: str = "") -> None:
         self._whole.update(self._before + min(done * self._weight, self._size), note)
 
     def finish(self) -> None:
-        """Do nothing: further stages may follow."""
+        """Do nothing, because further stages may follow."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Errors of a function of several estimates."""
+"""`propagate`: error propagation through a function of several estimates."""
 
 import math
 from collections.abc import Callable
@@ -20,14 +20,15 @@ def propagate(
     .. math:: \text{stderr}^2 = \sum_i \max_{\pm} |f(x \pm \text{stderr}_i e_i) - f(x)|^2, \quad
         \text{truncation} = \sum_i \max_{\pm} |f(x \pm \text{truncation}_i e_i) - f(x)|
 
-    Differences over the errors themselves replace derivatives, so the result is also valid at a
-    kink and where the function is not linear within the error bars. The degrees of freedom follow
-    Welch and Satterthwaite; the smallest of all entries counts. The result has no samples, so the
-    standard errors of the parts are larger where their samples are skewed, as their intervals are.
+    Differences over the size of the errors are used instead of derivatives. The result is therefore
+    also valid at a kink, and if the function is not linear within the error bars. The degrees of
+    freedom are those of Welch and Satterthwaite, for the entry where they are smallest. The result
+    has no samples, so the standard error of a part is larger if its samples are skewed, as its
+    interval is.
 
     Args:
         function: Takes the means in float64 and returns a tensor of any shape ``s``.
-        *parts: The estimates. The errors of the entries of an array are taken as independent.
+        *parts: The estimates. The errors of the entries of an array are assumed to be independent.
         method: Description of the function, for the result.
         status: Status of the result.
     """
@@ -44,7 +45,7 @@ def propagate(
                 function(*means[:index], means[index] + shift, *means[index + 1 :]) - value
                 for shift in (step.view_as(means[index]), -step.view_as(means[index]))
             ]
-            # NaN: the function is not defined there, so its change has no bound.
+            # NaN means that the function is not defined there, so its change has no bound.
             change = torch.stack(moved).abs()
             change = torch.where(change.isnan(), math.inf, change)
             rows.append(torch.where(size[entry] == 0, 0.0, change.amax(0)))
@@ -74,6 +75,6 @@ def _degrees(variances: list[Tensor], degrees: list[int]) -> int:
     if not terms:
         return 0
     least = (total / torch.stack(terms).sum(0)).reshape(-1)
-    # Entries without sampling error are 0 / 0, and have no degrees of freedom to count.
+    # Entries without sampling error give 0 / 0. They have no degrees of freedom.
     finite = least[least.isfinite()]
     return max(1, math.floor(float(finite.min()) + 1e-9)) if len(finite) else 0

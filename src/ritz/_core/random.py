@@ -1,7 +1,7 @@
 """Random probes that do not depend on block size, device or number of processes."""
 
 import hashlib
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ def probes(
     n, k = shape
     block = torch.empty(k, n, dtype=dtype, device=device)
     where: dict[str, Any] = {"generator": generator, "device": generator.device}
-    # One probe after the other, on the device of the generator: the first probe of a wide block is
-    # the probe that a narrow block would have had.
+    # One probe after another, on the device of the generator, so that the probes do not depend on
+    # the width of the block.
     for row in block:
         if kind == "gaussian":
             row.copy_(torch.randn(n, dtype=dtype, **where))
@@ -43,6 +43,27 @@ def probes(
             signs = torch.randint(0, 2, (n,), dtype=torch.int8, **where)
             row.copy_(signs.to(dtype).mul_(2).sub_(1))
     return block.T.contiguous()
+
+
+class Probed(Protocol):
+    """The part of the interface of an operator that is needed to draw probes."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def block_size(self) -> int: ...
+
+
+def draw_probes(
+    op: Probed, count: int, *, generator: torch.Generator, kind: Probe = "rademacher"
+) -> Tensor:
+    """Return random vectors ``(n, count)`` of the dtype and on the device of an operator."""
+    shape = (op.shape[0], count)
+    return probes(shape, kind=kind, generator=generator, dtype=op.dtype, device=op.device)
 
 
 def epoch_generator(seed: int, epoch: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -59,6 +80,6 @@ def epoch_generator(seed: int, epoch: int, device: torch.device | str = "cpu") -
         True
     """
     epoch = check_count("epoch", epoch, low=0)
-    # A hash, not seed + epoch: two runs with neighbouring seeds must not share epochs.
+    # A hash instead of seed + epoch, so that runs with neighbouring seeds do not share epochs.
     digest = hashlib.sha256(f"{int(seed)} {epoch}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))

@@ -24,11 +24,12 @@ class Tuning:
     so in 0.82 to 0.95.
     """
 
-    # The skewness of N samples is too small by about this number over N, relative to it: that of
-    # the chi-squared law with one degree of freedom is 2.8, but 16 samples have 1.9 on average.
+    # The skewness of N samples is too small by about this number over N, relative to the sample
+    # skewness. That of the chi-squared law with one degree of freedom is 2.8, but samples of size
+    # 16 have 1.9 on average.
     hidden: float = 4.0
-    # Hall's correction is evaluated at this quantile at most. It grows with the fourth power of the
-    # quantile: with 8 samples a 99.9 % interval would be ten times too wide.
+    # Largest quantile at which Hall's correction is evaluated. It grows with the fourth power of
+    # the quantile, so that a 99.9 % interval of 8 samples would be ten times too wide.
     largest: float = 3.0
 
 
@@ -36,11 +37,11 @@ TUNING = Tuning()
 
 
 class NotConvergedError(RuntimeError):
-    """The tolerance was not reached. The message has the error, and what to change."""
+    """The tolerance was not reached. The message states the error and what to change."""
 
 
 class AsymmetryError(ValueError):
-    """Products are not those of a symmetric matrix, be it a mistake or roundoff."""
+    """Products are not those of a symmetric matrix, because of a mistake or of roundoff."""
 
 
 @storable
@@ -174,7 +175,7 @@ class Estimate(HasStatus):
 
     def scaled(self, factor: float) -> "Estimate":
         """Return the estimate times a number, with its errors and samples."""
-        # Errors are not negative: they scale with |factor|.
+        # Errors are never negative, so they scale with |factor|.
         return replace(
             self,
             mean=self.mean * factor,
@@ -285,7 +286,7 @@ def stderr(samples: Tensor) -> Tensor:
     """Return the standard error of the mean over the first axis; NaN for a single sample."""
     if len(samples) < 2:  # std would warn
         return torch.full_like(samples[0], torch.nan)
-    # The square of a deviation of 1e-170 underflows: scale by a power of two, which is exact.
+    # The square of a deviation of 1e-170 underflows. Scaling by a power of two is exact.
     unit = power_of_two(samples)
     # stderr = std / sqrt(N), with the unbiased standard deviation.
     deviation: Tensor = (samples / unit).std(0)

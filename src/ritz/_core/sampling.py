@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ritz._core.checks import check_count, check_range, is_below, plain_fields
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, probes
+from ritz._core.random import Probe, Probed, draw_probes
 from ritz._core.results import Estimate
 
 # Entries per step of column_dots: small enough that the elementwise product stays in cache.
@@ -20,44 +19,23 @@ CHUNK = 2**17
 # errors of exact values are at most 2, except for the star graph, whose long row of ones gives 6.
 ROUNDOFF = 8.0
 
-# Samples with a spread below the truncation may agree by chance. With fewer samples than FEWEST the
-# error then counts as unknown: six random signs are equal with probability 2^(1-6) < 0.05.
+# If the spread of the samples is below the truncation, they may agree by chance. With fewer samples
+# than FEWEST the error is then unknown. Six random signs are equal with probability 2^(1-6) < 0.05.
 FEWEST = 6
 
-# From FEWEST to ALIKE samples the error counts as unknown only if the samples are equal, to six
-# digits. From ALIKE samples on, equal samples count as exact: 0.75^11 < 0.05.
+# With FEWEST to ALIKE - 1 samples the error is unknown only if the samples are equal to six digits.
+# With ALIKE samples or more, equal samples count as exact, since 0.75^11 < 0.05.
 ALIKE, SAME = 11, 1e-6
 
 
 def column_dots(left: Tensor, right: Tensor) -> Tensor:
     r"""Return the inner products of columns :math:`\sum_i x_{il} y_{il}`, ``(k,)``, in float64."""
     rows = max(1, CHUNK // max(1, left.shape[1]))
-    # In float64: the rounding error of a float32 sum would look like sampling error.
+    # In float64, because the rounding error of a float32 sum would look like sampling error.
     total = torch.zeros(left.shape[1], dtype=torch.float64, device=left.device)
     for x, y in zip(left.split(rows), right.split(rows), strict=True):
         total += (x.double() * y).sum(0)
     return total
-
-
-class Probed(Protocol):
-    """The part of the interface of an operator that is needed to draw probes."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def block_size(self) -> int: ...
-
-
-def draw_probes(
-    op: Probed, count: int, *, generator: torch.Generator, kind: Probe = "rademacher"
-) -> Tensor:
-    """Return random vectors ``(n, count)`` of the dtype and on the device of an operator."""
-    shape = (op.shape[0], count)
-    return probes(shape, kind=kind, generator=generator, dtype=op.dtype, device=op.device)
 
 
 Finish = Callable[["Samples"], Estimate]
@@ -65,7 +43,7 @@ Finish = Callable[["Samples"], Estimate]
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples of a quantity, whose mean over random probes is to be estimated.
+    """Samples of a quantity whose mean over random probes is estimated.
 
     Attributes:
         values: One sample per probe, ``(d, *s)``.
@@ -129,7 +107,7 @@ class Sampling:
         progress: bool | Progress,
         label: str,
     ) -> Estimate:
-        """Draw probes until the tolerance is reached; return the estimate with its status.
+        """Draw probes until the tolerance is reached. Return the estimate with its status.
 
         Args:
             op: The operator that the probes are for.
@@ -159,11 +137,11 @@ class Sampling:
         return estimate
 
     def looks(self, n: int, *, products: int = 1) -> list[int]:
-        """Return the numbers of probes at which to compare the error with the tolerance.
+        """Return the numbers of probes at which the error is compared with the tolerance.
 
-        ``n`` stands for an orthogonal basis in place of random probes. It gives the exact mean, so
-        random probes never take more products than that. ``products`` is the number of products per
-        probe.
+        The number ``n`` means an orthogonal basis instead of random probes, which gives the exact
+        mean. Random probes therefore never take more products than a basis. ``products`` is the
+        number of products per probe.
         """
         counts = doubling(
             self.num_probes, self.num_probes if self.rtol is None else self.max_probes
@@ -189,7 +167,7 @@ class Sampling:
 
 
 def doubt_equal_samples(estimate: Estimate, *, alike: int = ALIKE) -> Estimate:
-    """Set the truncation to infinity where so few samples are equal that it may be by chance.
+    """Set the truncation to infinity if few samples are equal, which may be by chance.
 
     Args:
         estimate: The mean of samples.
@@ -200,17 +178,18 @@ def doubt_equal_samples(estimate: Estimate, *, alike: int = ALIKE) -> Estimate:
         return estimate
     blind = estimate.stderr <= estimate.truncation
     if count >= FEWEST:
-        # A polynomial of degree 2 in random signs, such as z'Az, is constant or differs from each
-        # constant with probability at least 1/4 (Schwartz-Zippel). The bound is attained by a block
-        # of three ones: (z_1 + z_2 + z_3)^2 is 1 in three of four cases.
+        # A polynomial of degree 2 in random signs, such as z'Az, is constant, or it differs from
+        # any constant with probability at least 1/4 (Schwartz-Zippel). For example, the value of
+        # (z_1 + z_2 + z_3)^2 is 1 in three of four cases.
         blind &= count**0.5 * estimate.stderr <= SAME * estimate.mean.abs()
     return replace(estimate, truncation=torch.where(blind, torch.inf, estimate.truncation))
 
 
 def doubling(first: int, limit: int) -> list[int]:
-    """Return ``first``, twice that, and so on up to ``limit``.
+    """Return ``first``, twice ``first``, and so on up to ``limit``.
 
-    Comparing the error with a tolerance after every block would too often stop too early.
+    If the error were compared with a tolerance after every block, runs would stop too early too
+    often.
     """
     counts = [min(first, limit)]
     while counts[-1] < limit:
@@ -219,10 +198,10 @@ def doubling(first: int, limit: int) -> list[int]:
 
 
 def is_settled(estimate: Estimate, rtol: float | None) -> bool:
-    """Return whether to stop: the tolerance is reached, or more probes cannot reach it."""
+    """Return whether to stop, because the tolerance is reached or cannot be reached."""
     goal = (rtol or 0.0) * float(estimate.mean.norm())
     known = bool(estimate.truncation.isfinite().all())
-    # With fewer samples the truncation may be infinite because they agree by chance.
+    # With fewer samples the truncation may be infinite because the samples agree by chance.
     enough = estimate.degrees + 1 >= (FEWEST if known else ALIKE)
     hopeless = enough and not is_below(float(estimate.truncation.norm()), goal)
     return estimate.status.ok or hopeless

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def noted_signals() -> Iterator[list[str]]:
-    """Note ctrl-C or SIGTERM instead of ending the process.
+    """Record ctrl-C or SIGTERM instead of ending the process.
 
     The list that is yielded receives the name of the signal, and the code inside the ``with``
     statement decides when to stop. A second signal acts as usual.
@@ -34,7 +34,7 @@ def terminate_as_interrupt() -> AbstractContextManager[Any]:
 def _handled(
     numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], Any]
 ) -> Iterator[Callable[[], None]]:
-    """Install a handler; yield a function that restores the previous ones early."""
+    """Install a handler. Yield a function that restores the previous handlers early."""
     previous: dict[signal.Signals, Any] = {}
 
     def restore() -> None:
@@ -44,8 +44,8 @@ def _handled(
     # Python allows handlers in the main thread only.
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
-            # Shells start background jobs with SIGINT ignored, and it must stay ignored. None is a
-            # handler that was not installed from Python and could not be restored.
+            # Shells start background jobs with SIGINT ignored, and it must stay ignored. None means
+            # a handler that was not installed from Python, which could not be restored.
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 previous[number] = signal.signal(number, handler)
     try:

@@ -29,8 +29,8 @@ T = TypeVar("T")
 FORMAT = 1
 # JSON shows a tensor with more entries by its shape: a table of numbers would fill the screen.
 LISTED = 256
-# A temporary file that has not changed for this many seconds is abandoned: writing one block of a
-# checkpoint takes seconds even on a slow network disk.
+# A temporary file that has not changed for this many seconds is abandoned. Writing a block of a
+# checkpoint takes only seconds, even on a slow network disk.
 UNTOUCHED = 3600.0
 # The one metadata entry of a file: JSON with format, versions, header and sha256.
 _KEY = "ritz"
@@ -53,7 +53,7 @@ def storable(cls: type[T]) -> type[T]:
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path; on success, flush the file and rename it to ``path``.
+    """Yield a temporary path. On success, flush the file and rename it to ``path``.
 
     Temporary files of ``path`` that killed processes left behind are removed first.
     """
@@ -87,8 +87,8 @@ def _remove_abandoned(target: Path) -> None:
         for entry in entries:
             if match := pattern.fullmatch(entry.name):
                 local = match[1] == _machine() and os.name == "posix"
-                # Age counts as well: process ids are reused, and containers on one machine share
-                # them.
+                # Age counts too, because process ids are reused, and containers on one machine may
+                # have the same ids.
                 old = time.time() - entry.stat().st_mtime > UNTOUCHED
                 if old or (local and not _is_running(int(match[2]))):
                     os.unlink(entry)
@@ -291,8 +291,8 @@ def _digest(tensors: Mapping[str, Tensor], body: Any) -> str:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    # Torch calls a tensor with one element contiguous whatever its strides, and cannot view it as
-    # bytes unless they are 1.
+    # Torch considers a tensor with one element contiguous for any strides, but can view it as bytes
+    # only if they are 1.
     whole = tensor.contiguous()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from ritz._core.batch_norm import batch_norms
 from ritz._core.batches import split_labels, to_device
 from ritz._core.checks import check_device
 from ritz._core.journal import has_state, remove_state
-from ritz._core.modes import batch_norms
 from ritz._core.progress import LONG, duration
 from ritz._core.signals import terminate_as_interrupt
 from ritz._core.storage import digest, save

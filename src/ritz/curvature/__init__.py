@@ -1,8 +1,10 @@
 """Curvature of networks: the Hessian, Gauss-Newton and Fisher matrices of a :class:`Risk`."""
 
 import ritz.curvature._exact  # noqa: F401 - registers the rules of exact diagonals and traces
-from ritz.curvature._layers import block_diagonal, kfac
+from ritz.curvature._kfac import kfac
 from ritz.curvature._matrices import (
+    CurvatureOperator,
+    block_diagonal,
     curvature_operator,
     fisher,
     fluctuation,
@@ -11,7 +13,6 @@ from ritz.curvature._matrices import (
     hessian,
 )
 from ritz.curvature._noise_sample import noise_sample
-from ritz.curvature._products import CurvatureOperator
 from ritz.curvature._risk import Risk
 from ritz.curvature._statistics import distance, gradient_statistics, summary
 

@@ -1,4 +1,4 @@
-"""Data in any form as a list of batches that is the same in every pass."""
+"""`Batches`: data in any form as a list of batches that is the same in every pass; subsets."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -35,6 +35,18 @@ from ritz._core.batches import (
 from ritz._core.checks import check_count, check_type
 from ritz._core.modes import differentiable
 from ritz._core.progress import Progress, tracking
+from ritz._core.random import resolve_generator
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How much of the data is kept in memory."""
+
+    # Bytes of batches in memory. Batches beyond that are loaded again in every pass.
+    memory: int = 4 * 2**30
+
+
+TUNING = Tuning()
 
 FREEZE = (
     "pass freeze=True to keep the batches of the first pass, or disable shuffling and random "
@@ -48,16 +60,15 @@ class Batches:
 
     Args:
         data: A loader or another iterable of batches that can be iterated more than once, or all
-            samples at once as a tuple or dictionary of tensors.
-        batch_size: Samples per batch if all samples come at once. Defaults to 512.
+            samples as a tuple or dictionary of tensors.
+        batch_size: Samples per batch if ``data`` holds all samples. Defaults to 512.
         freeze: Keep the batches of the first pass in memory, however many there are. Accepts
             loaders that shuffle or augment.
-        memory: Bytes of batches in memory. Data beyond that are loaded again in every pass.
         count: Takes a batch, returns its number of samples. Defaults to the length of its first
             tensor.
         device: Device of the batches.
         dtype: Dtype of floating-point tensors. Defaults to the dtype of the data.
-        share: ``(k, n)``: this process takes the batches whose number is ``k`` modulo ``n``.
+        share: ``(k, n)``: this process takes the batches whose index is ``k`` modulo ``n``.
         max_samples: Keep a random subset of this many rows in memory. Accepts loaders that shuffle.
         seed: Seed of the subset.
         progress: Show a bar while a loader is read.
@@ -66,7 +77,7 @@ class Batches:
         sizes: Number of samples in each batch of the data, by ``count``.
         rows: Number of rows of the tensors with one row per sample, in each batch.
         held: Whether the batches are in memory.
-        first: Number and first batch of this process; ``None`` without any.
+        first: Index and content of the first batch of this process. ``None`` if it has no batch.
         defaulted: Whether ``batch_size`` is the default.
     """
 
@@ -76,7 +87,6 @@ class Batches:
         *,
         batch_size: int | None = None,
         freeze: bool = False,
-        memory: int = 0,
         count: Callable[[Batch], int] | None = None,
         device: torch.device,
         dtype: torch.dtype | None = None,
@@ -108,24 +118,24 @@ class Batches:
             raise ValueError(f"data must have a fixed order, got a loader that shuffles: {FREEZE}")
         drawn = None if max_samples is None else seed
         batches = _shown(data, progress)
-        self._read(batches, drawn, room=memory if self._compared else float("inf"))
+        self._read(batches, drawn, room=TUNING.memory if self._compared else float("inf"))
 
     def _read(self, source: Iterable[Any], seed: int | None, room: float) -> None:
-        """Read the data once: sizes, checksums, and batches in memory while they fit."""
+        """Read the data once. Store sizes and checksums, and the batches while they fit."""
         self.sizes, self.rows, self._checksums = list[int](), list[int](), list[int]()
         batches: list[Batch] | None = []
         self.first: tuple[int, Batch] | None = None
-        # A user-defined iterable may write every batch into the same memory.
+        # A user-defined iterable may reuse the memory of a batch for the next one.
         reused = not isinstance(self._source, Sequence | DataLoader)
         with _generators_restored(self._source):
-            if seed is not None:  # augmentation is drawn with the samples
+            if seed is not None:  # augmentation draws from the global generator
                 torch.default_generator.manual_seed(seed)
             for index, batch in enumerate(map(as_plain, source)):
                 count = self.count or partial(num_rows, name=f"batch {index}")
                 size = count(batch)
                 check_count(f"number of samples in batch {index}", size)
                 self.sizes.append(size)
-                # If tokens are counted, samples are the rows of the first tensor.
+                # If ``count`` counts something else, such as tokens, the first tensor has the rows.
                 lengths = [len(tensor) for tensor in tensors(batch) if tensor.ndim]
                 self.rows.append(size if size in lengths else (lengths or [size])[0])
                 if index % self._world != self._rank:
@@ -146,7 +156,7 @@ class Batches:
         self._in_memory, self.held = batches, batches is not None
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
-        """Yield this process's batches with their numbers, always in the same order."""
+        """Yield index and content of the batches of this process, always in the same order."""
         # Process k of n has the batches k, k + n, k + 2 n, ...
         numbers = range(self._rank, len(self.sizes), self._world)
         if self._in_memory is not None:
@@ -177,7 +187,7 @@ class Batches:
 
 
 def _shuffles(data: Any) -> bool:
-    """Return whether the sampler of a loader is known to draw another order in every pass."""
+    """Return whether the sampler of a loader is known to change the order in every pass."""
     inside = getattr(data, "batch_sampler", None)
     samplers = (getattr(data, "sampler", None), getattr(inside, "sampler", None))
     kinds = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -191,15 +201,15 @@ def _shuffles(data: Any) -> bool:
 def draw_samples(
     data: Any, count: int, seed: int, progress: bool | Progress = False
 ) -> Iterable[Batch]:
-    """Return batches with a random subset of the samples of data in batches.
+    """Return a random subset of the samples of data in batches, as batches.
 
-    Every subset of ``count`` samples is equally likely. A loader that can fetch single samples
-    fetches these alone; any other one is read once. Memory: at most twice the subset.
+    Every subset of ``count`` samples is equally likely. A loader that can load single samples loads
+    only those of the subset. Other data are read once. Memory: at most twice the subset.
 
     Args:
         data: A loader, a list or another iterable of batches.
         count: Number of samples; all of them if the data have fewer.
-        seed: Seed of the draw, and of what a loader draws from the global generator.
+        seed: Seed of the subset, and of random augmentation in a loader.
         progress: Show a bar while data are read.
     """
     check_count("max_samples", count)
@@ -213,7 +223,7 @@ def draw_samples(
 
 
 def _subset_loader(data: Any, count: int, seed: int) -> Iterable[Batch] | None:
-    """Return a loader of a random subset, if a loader has its samples by number."""
+    """Return a loader of a random subset. ``None`` if the loader cannot load single samples."""
     sampler = getattr(data, "sampler", None)
     shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
     plain = isinstance(sampler, SequentialSampler) or shuffled
@@ -225,7 +235,7 @@ def _subset_loader(data: Any, count: int, seed: int) -> Iterable[Batch] | None:
         return None
     size, dataset = len(sampler), data.dataset  # type: ignore[arg-type]
     if size != len(dataset) or data.drop_last:  # type: ignore[arg-type]
-        return None  # some samples are never drawn
+        return None  # the loader leaves out some samples
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(size, generator=generator)[:count].sort().values
     return DataLoader(
@@ -241,13 +251,13 @@ def _subset_loader(data: Any, count: int, seed: int) -> Iterable[Batch] | None:
 
 @dataclass(slots=True)
 class _Piece:
-    """Rows of one batch that are in the subset so far, with the random number of each row."""
+    """The rows of one batch that are in the subset so far, with the random key of each row."""
 
     batch: Batch
     keys: Tensor
 
     def below(self, bound: float) -> "_Piece":
-        """Return the rows whose numbers are at most the bound."""
+        """Return the rows whose keys are at most the bound."""
         keep = self.keys <= bound
         return (
             self
@@ -259,8 +269,8 @@ class _Piece:
 def draw_rows(batches: Iterable[Batch], count: int, seed: int) -> list[Batch]:
     """Return the rows of a random subset, joined into batches as long as the first one."""
     check_count("max_samples", count)
-    # Each row draws a number; those with the ``count`` smallest numbers are a uniform subset,
-    # whatever the total, so that one pass suffices.
+    # Each row gets a random key. The rows with the ``count`` smallest keys are a uniform subset.
+    # The total number of rows need not be known, so one pass is enough.
     generator = torch.Generator().manual_seed(seed)
     pieces, longest, bound = list[_Piece](), 0, float("inf")
     for index, batch in enumerate(batches):
@@ -268,7 +278,7 @@ def draw_rows(batches: Iterable[Batch], count: int, seed: int) -> list[Batch]:
         _require_rows(batch, size, index)
         longest = longest or size
         keys = torch.rand(size, generator=generator, dtype=torch.float64)
-        # By indices, which copy: the batch may lie in memory that the next one overwrites.
+        # Indexing copies the rows, because the next batch may overwrite the memory of this one.
         rows = (keys <= bound).nonzero()[:, 0]
         if len(rows):
             pieces.append(_Piece(take_rows(batch, rows, size), keys[rows]))
@@ -278,12 +288,12 @@ def draw_rows(batches: Iterable[Batch], count: int, seed: int) -> list[Batch]:
 
 
 def _smallest(pieces: list[_Piece], count: int) -> tuple[list[_Piece], float]:
-    """Return the rows with the ``count`` smallest numbers, and the largest of these numbers."""
+    """Return the rows with the ``count`` smallest keys, and the largest of these keys."""
     keys = torch.cat([piece.keys for piece in pieces]) if pieces else torch.empty(0)
     if len(keys) <= count:
         return pieces, float("inf")
     bound = float(keys.kthvalue(count).values)
-    # A piece without rows would have no number of samples, so it is dropped first.
+    # Pieces without any remaining row are dropped.
     return [piece.below(bound) for piece in pieces if float(piece.keys.min()) <= bound], bound
 
 
@@ -298,7 +308,10 @@ def _require_rows(batch: Batch, size: int, index: int) -> None:
 
 
 def _join(parts: list[Batch], longest: int) -> list[Batch]:
-    """Join batches of the same shapes, up to a number of rows; other values must be equal."""
+    """Join batches of equal shapes into batches of at most ``longest`` rows.
+
+    Values without one row per sample must be equal in the batches that are joined.
+    """
     groups: dict[Any, list[Batch]] = {}
     for part in parts:
         leaves, spec = tree_flatten(part)
@@ -306,7 +319,7 @@ def _join(parts: list[Batch], longest: int) -> list[Batch]:
         key = tuple(
             (leaf.shape[1:], leaf.dtype)
             if is_rows(leaf, size)
-            # What is not a row belongs to the samples of its batch, so it must be the same.
+            # Other values belong to all samples of their batch, so they must be equal.
             else (leaf.shape, _checksum(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
             for leaf in leaves
         )  # fmt: skip
@@ -316,7 +329,7 @@ def _join(parts: list[Batch], longest: int) -> list[Batch]:
 
 
 def _shown(data: Iterable[Any], progress: bool | Progress) -> Iterator[Any]:
-    """Yield the batches, with a bar while a loader is read."""
+    """Yield the batches, with a progress bar if they come from a loader."""
     shown = False if isinstance(data, Sequence) else progress
     total = len(data) if isinstance(data, Sized) else None
     with tracking(shown, "batches of data", total) as bar:
@@ -350,10 +363,17 @@ def _checksum(batch: Batch) -> int:
 
 
 def move_batch(batch: Batch, device: torch.device | None, dtype: torch.dtype | None) -> Batch:
-    """Return a batch on a device, its floating-point tensors in a dtype if there is one."""
+    """Return a batch on a device, with its floating-point tensors converted to a dtype if given."""
 
     def move(tensor: Tensor) -> Tensor:
         kind = dtype if tensor.is_floating_point() else None
         return differentiable(tensor.detach().to(device=device, dtype=kind))
 
     return tree_map_only(Tensor, move, batch)
+
+
+def batch_seeds(num_batches: int, generator: torch.Generator | None) -> list[int]:
+    """Draw a seed for each batch, so that draws do not depend on the number of processes."""
+    rng = resolve_generator(generator)
+    seeds: list[int] = torch.randint(0, 2**62, (num_batches,), generator=rng).tolist()
+    return seeds

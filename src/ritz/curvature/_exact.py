@@ -3,34 +3,39 @@ r"""Exact diagonals and traces of Gauss-Newton and Fisher matrices, by structure
 .. math:: G = \frac{1}{N} \sum_i J_i^\top S_i S_i^\top J_i + \mu I, \qquad
     \operatorname{diag} G = \frac{1}{N} \sum_{i c} (J_i^\top s_{ic})^2 + \mu
 
-The root :math:`S_i` of the Hessian of the loss in the outputs has a closed form for the usual
-losses, with as many columns :math:`s_{ic}` as a sample has outputs. Each column costs a backward
-pass down to the outputs of the modules; sample gradients follow by a rule for each kind of module.
-An empirical Fisher matrix needs one column, the derivative of the loss of a sample. A Fisher matrix
-of drawn labels needs one for each term that a label is drawn for.
+:math:`S_i` is a square root of the Hessian of the loss in the outputs. For known losses it has a
+closed form, with one column :math:`s_{ic}` per output of a sample. Each column costs one backward
+pass down to the outputs of the modules. The sample gradients follow by a rule for each class of
+module. An empirical Fisher matrix needs one column, the derivative of the loss of a sample. A Monte
+Carlo Fisher matrix needs one column per drawn label.
 
 Reference: Dangel, Kunstner and Hennig (2020).
 """
 
 import math
-from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ritz.curvature._matrices import FisherOperator, GGNOperator, HessianOperator, likelihood
-from ritz.curvature._modes import LIMITS
+from ritz.curvature._losses import as_likelihood
+from ritz.curvature._matrices import FisherOperator, GGNOperator, HessianOperator
 from ritz.curvature._risk import Risk
-from ritz.curvature._sample_gradients import ForwardPass
-from ritz.curvature._structure import Columns, loss_column, root_columns, structure_squares
+from ritz.curvature._sample_gradients import (
+    TUNING,
+    Columns,
+    ForwardPass,
+    loss_columns,
+    root_columns,
+    structure_squares,
+)
 from ritz.operators import Exact, exact
 from ritz.operators._shared import Quantity
 
 
 def _by_structure(risk: Risk, quantity: Quantity) -> Exact:
-    # The plan says so if there is no root.
+    # Called late: if the loss has no root, the plan says so before this is reached.
     columns: Columns = lambda index, full: root_columns(risk)(index, full)  # noqa: E731
     value, note = structure_squares(risk, quantity, columns, roots=True)
     if value is None:
@@ -47,35 +52,32 @@ def _(op: GGNOperator, quantity: Quantity) -> Exact:
 def _(op: FisherOperator, quantity: Quantity) -> Exact:
     risk = op.risk
     if op.kind == "empirical":
-        return structure_squares(risk, quantity, partial(_empirical_columns, risk))
-    known, labels = likelihood(risk), op.products.extra
+        return structure_squares(risk, quantity, loss_columns(risk))
+    known, labels = as_likelihood(risk.loss_fn), op.products.extra
 
     def columns(index: int, full: ForwardPass) -> Tensor:
         outputs = full.outputs.detach()
         draws = [known.score(outputs, full.target, drawn) for drawn in labels(index).unbind(1)]
         terms = torch.cat([known.by_term(score) for score in draws])
-        if len(terms) > LIMITS.max_columns:
-            raise ValueError(f"{len(terms)} terms per sample: probes cost less")
+        if len(terms) > TUNING.max_columns:
+            raise ValueError(f"{len(terms)} backward passes per batch: probes cost less")
         return terms / math.sqrt(len(draws))
 
     value, note = structure_squares(risk, quantity, columns)
     return Exact(value, note.replace("1 backward pass", "one backward pass per drawn label"))
 
 
-def _empirical_columns(risk: Risk, index: int, full: ForwardPass) -> Tensor:
-    return loss_column(risk, full)
-
-
 # ------------------------------------------------------------------------------------------
 # Hessians of piecewise-linear networks.
 #
-# If linear layers and piecewise-linear functions use every parameter once, the outputs are linear
-# in each single parameter: d^2 f / d theta_p^2 = 0, and so H_pp = G_pp.
+# If a network consists of linear layers and piecewise-linear functions and uses every parameter
+# once, its outputs are piecewise linear in each single parameter. Then d^2 f / d theta_p^2 = 0,
+# and H_pp = G_pp.
 
 
 @final
 class Rows(nn.Identity):
-    """The identity on ``(n, features)``; other shapes raise."""
+    """The identity on inputs ``(n, features)``. It raises for other shapes."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input."""
@@ -96,7 +98,7 @@ LEAVES = {
 
 
 def piecewise_gap(risk: Risk) -> str:
-    """Return why the outputs may not be piecewise linear in single parameters, or ``""``."""
+    """Return why the outputs may not be piecewise linear in each parameter, or ``""``."""
     if risk.adapter.custom is not None:
         return "forward= is user-defined, so the function of the parameters is not known"
     for name, module in risk.model.named_modules():
@@ -116,5 +118,7 @@ def _(op: HessianOperator, quantity: Quantity) -> Exact:
     if gap := piecewise_gap(op.risk):
         return Exact(None, gap)
     value, note = _by_structure(op.risk, quantity)
-    same = "; Hessian and Gauss-Newton matrix of a piecewise-linear network have one diagonal"
+    same = (
+        "; for this piecewise-linear network, Hessian and Gauss-Newton matrix have equal diagonals"
+    )
     return Exact(value, note if value is None else note + same)

@@ -1,20 +1,18 @@
-"""Losses: closed forms of known ones, losses of samples, labels; and the model with its loss."""
+"""Losses with derivatives in closed form, losses of single samples, checks of labels."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional
 
-from ritz._core.batches import split_labels
-from ritz._core.checks import check_range, is_below
-from ritz._core.entropy import (
+from ritz._core.checks import check_range
+from ritz._core.cross_entropy import (
     chunked_entropy,
     chunked_hessian,
     is_large,
@@ -31,9 +29,9 @@ Kind = Literal["cross_entropy", "binary_cross_entropy", "squared_error"]
 
 _KINDS: dict[Any, Kind] = {
     nn.CrossEntropyLoss: "cross_entropy",
-    # Log-probabilities f = log softmax(z) satisfy softmax(f) = softmax(z) and logsumexp(f) = 0.
-    # Cross-entropy of f is then their negative log likelihood, with the same Gauss-Newton matrix
-    # as cross-entropy of z, while -f_y alone is linear and has none.
+    # Log-probabilities f = log softmax(z) satisfy softmax(f) = softmax(z) and logsumexp(f) = 0, so
+    # the cross-entropy of f equals -f_y. It is used here because -f_y is linear in f, so that its
+    # Gauss-Newton matrix would be zero. Cross-entropy of f has the same matrix as that of z.
     nn.NLLLoss: "cross_entropy",
     functional.nll_loss: "cross_entropy",
     nn.BCEWithLogitsLoss: "binary_cross_entropy",
@@ -53,8 +51,8 @@ class KnownLoss:
 
     Attributes:
         kind: ``cross_entropy``, ``binary_cross_entropy`` or ``squared_error``.
-        ignore_index: Label whose term is left out, for ``cross_entropy``.
-        smoothing: Probability spread over all classes, for ``cross_entropy``.
+        ignore_index: Label whose terms are left out, for ``cross_entropy``.
+        smoothing: The ``label_smoothing`` of ``cross_entropy``.
     """
 
     kind: Kind
@@ -67,8 +65,8 @@ class KnownLoss:
             return tangent * self._second_derivative(outputs)
         if is_large(outputs, target):
             return chunked_hessian(outputs, target, tangent, self.ignore_index, self.smoothing)
-        # (diag(p) - p p') t, with p = softmax(f). A multiple of the ones changes nothing; with a
-        # zero at the likeliest class nothing cancels if that is nearly certain.
+        # (diag(p) - p p') t, with p = softmax(f). Adding a constant to t changes nothing. If t is 0
+        # at the likeliest class, nothing cancels even if the probability of this class is nearly 1.
         p = outputs.softmax(1)
         mixed = p * (tangent - tangent.gather(1, p.argmax(1, keepdim=True)))
         product = mixed - p * mixed.sum(1, keepdim=True)
@@ -91,7 +89,7 @@ class KnownLoss:
         return root_p * (units - p) * weights
 
     def _second_derivative(self, outputs: Tensor) -> Tensor:
-        """Return the diagonal Hessian of a loss that is a sum over outputs."""
+        """Return the diagonal of the Hessian of a loss that is a sum over outputs."""
         if self.kind == "squared_error":
             # d^2/df^2 (f - y)^2 = 2
             return torch.full_like(outputs, 2 / outputs.numel())
@@ -100,15 +98,15 @@ class KnownLoss:
         return p * outputs.neg().sigmoid() / outputs.numel()  # 1 - p, without cancellation
 
     def score(self, outputs: Tensor, target: Any, drawn: Tensor) -> Tensor:
-        r"""Return :math:`s`, the gradient in the outputs at drawn labels, scaled by term.
+        r"""Return the gradient :math:`s` in the outputs at drawn labels, scaled for each term.
 
-        :math:`\mathbb{E}[s s^\top]` is the Hessian, if the labels are drawn by :meth:`draw`.
+        If the labels are drawn by :meth:`draw`, :math:`\mathbb{E}[s s^\top]` is the Hessian.
         """
         if self.kind == "squared_error":
             return (outputs - drawn) * (2 / outputs[0].numel() / math.sqrt(len(outputs)))
         if self.kind == "binary_cross_entropy":
             return (outputs.sigmoid() - drawn) / math.sqrt(outputs.numel())
-        # p - e_y. An ignored label has weight zero, so any class may stand in for it.
+        # p - e_y. An ignored label has weight zero, so it can be replaced by any class.
         if not target.is_floating_point():
             drawn = torch.where(target == self.ignore_index, 0, drawn)
         one_hot = functional.one_hot(drawn, outputs.shape[1]).movedim(-1, 1)
@@ -116,9 +114,10 @@ class KnownLoss:
         return (outputs.softmax(1) - one_hot.to(outputs.dtype)) * weights
 
     def by_term(self, score: Tensor) -> Tensor:
-        """Return a score as one column per term of a sample, ``(c, *outputs.shape)``.
+        """Split a score into one column per term of a sample, ``(c, *outputs.shape)``.
 
-        Labels of different terms are independent, so the squares of terms add up, not their sums.
+        The labels of different terms are independent, so their outer products are summed, and not
+        the scores themselves.
         """
         inner = score[0].shape
         places = inner.numel() if self.kind == "binary_cross_entropy" else inner[1:].numel()
@@ -131,7 +130,7 @@ class KnownLoss:
     def sampled_hessian(
         self, outputs: Tensor, target: Any, drawn: Tensor, tangent: Tensor
     ) -> Tensor:
-        r"""Return :math:`s (s^\top t)`, with a product for each term, at drawn labels."""
+        r"""Return :math:`s (s^\top t)` at drawn labels, computed separately for each term."""
         score = self.score(outputs, target, drawn)
         along = score * tangent
         if self.kind == "squared_error" and along.ndim > 1:
@@ -155,7 +154,8 @@ class KnownLoss:
             return (uniform < outputs.sigmoid()).to(outputs.dtype)
         drawn = torch.empty(shape, dtype=torch.int64, device=outputs.device)
         for part in output_parts(outputs):
-            # The class whose interval of the cumulative distribution holds the uniform number.
+            # Inverse transform sampling: the first class whose cumulative probability exceeds the
+            # uniform number.
             sums = outputs[part].double().softmax(1).cumsum_(1)
             below = sums < places_of(uniform, part).unsqueeze(1)
             # Roundoff: the last sum may be below 1.
@@ -175,7 +175,10 @@ class KnownLoss:
 
 
 def known_loss(loss_fn: Any) -> KnownLoss | None:
-    """Return the closed forms of a loss of torch: a module, a function or a partial of one."""
+    """Return the closed forms of a loss of torch: a module, a function or a partial of one.
+
+    ``None`` if they are not known: for other losses, class weights, and sums instead of means.
+    """
     kind, options = _described(loss_fn)
     weighted = any(options.get(name) is not None for name in ("weight", "pos_weight"))
     if kind is None or weighted or options.get("reduction", "mean") != "mean":
@@ -185,9 +188,9 @@ def known_loss(loss_fn: Any) -> KnownLoss | None:
 
 
 def as_likelihood(loss_fn: Any) -> KnownLoss:
-    """Return a loss as a negative log likelihood, or raise if it is none."""
+    """Return the closed forms of a loss, or raise if it is not a negative log likelihood."""
     known = known_loss(loss_fn)
-    # A smoothed loss is not the negative log likelihood of a label.
+    # With label smoothing the loss is not the negative log likelihood of a label.
     if known is None or known.smoothing:
         raise ValueError(
             "loss_fn must be a likelihood to draw labels from: cross_entropy, "
@@ -198,7 +201,7 @@ def as_likelihood(loss_fn: Any) -> KnownLoss:
 
 
 def check_reduction(loss_fn: Any) -> None:
-    """Raise for a loss of torch that is a sum over the batch."""
+    """Raise if a loss of torch is the sum over the batch."""
     options = _described(loss_fn)[1]
     if old := [name for name in ("size_average", "reduce") if options.get(name) is not None]:
         raise ValueError(f"loss_fn must use reduction='mean', got the deprecated {old[0]}")
@@ -207,7 +210,7 @@ def check_reduction(loss_fn: Any) -> None:
 
 
 def _described(loss_fn: Any) -> tuple[Kind | None, dict[str, Any]]:
-    """Return the kind of a loss of torch, if it is one, and its options."""
+    """Return the kind of a loss of torch, or ``None``, and its options."""
     options: dict[str, Any] = {}
     if isinstance(loss_fn, nn.Module):
         names = ("reduction", "weight", "pos_weight", "ignore_index", "label_smoothing")
@@ -228,19 +231,20 @@ def _takes_log_probabilities(loss_fn: Any) -> bool:
 
 
 def check_log_probabilities(loss_fn: Any, outputs: Any) -> None:
-    """Raise unless the outputs are log-probabilities, if the loss needs them."""
+    """Raise if the loss needs log-probabilities and the outputs are not."""
     if _takes_log_probabilities(loss_fn) and isinstance(outputs, Tensor) and outputs.ndim > 1:
         total = float(outputs.detach().double().exp().sum(1).sub(1).abs().max())
-        # Half of the digits: log(p + 1e-8) instead of log(p) passes.
+        # Half of the digits, so that log(p + 1e-8) instead of log(p) passes.
         if not total <= torch.finfo(outputs.dtype).eps ** 0.5:
             raise ValueError(
-                "model must return log-probabilities for NLLLoss, but probabilities sum to one up "
-                f"to {total:.2g}: add nn.LogSoftmax(1), or use nn.CrossEntropyLoss"
+                "model must return log-probabilities for NLLLoss, got outputs whose exponentials "
+                f"sum to 1 with an error of {total:.2g}: add nn.LogSoftmax(1), or use "
+                "nn.CrossEntropyLoss"
             )
 
 
 def mean_entropy(outputs: Tensor, target: Tensor, loss: KnownLoss | None = None) -> Tensor:
-    """Return the cross-entropy of labels, in chunks if the outputs are large."""
+    """Return the mean cross-entropy, computed in chunks if the outputs are large."""
     loss = loss or KnownLoss(kind="cross_entropy")
     if is_large(outputs, target):
         return chunked_entropy(outputs, target, loss.ignore_index, loss.smoothing)
@@ -251,9 +255,10 @@ def mean_entropy(outputs: Tensor, target: Tensor, loss: KnownLoss | None = None)
 def output_hessian(
     loss_fn: Any, outputs: Any, target: Any, tangent: Any, reverse: bool = False
 ) -> Any:
-    """Return the Hessian of a loss in the outputs times a tangent, in closed form if known.
+    """Return the Hessian of a loss in the outputs times a tangent, in closed form if it is known.
 
-    Some losses have no forward rule for their backward pass; ``reverse`` uses reverse rules alone.
+    Other losses are differentiated twice. ``reverse`` uses reverse mode alone, for losses whose
+    backward pass has no forward-mode derivative in torch.
     """
     known = known_loss(loss_fn)
     if known is not None:
@@ -269,8 +274,9 @@ def output_hessian(
 def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
     """Return the loss of each sample, ``(batch,)``, from a loss that returns the mean of a batch.
 
-    For cross-entropy the mean over all samples is the loss of the batch even if labels are ignored:
-    a sample counts by its labels. Any other loss is called on batches of one sample.
+    The losses of cross-entropy are weighted by the number of labels of a sample that are not
+    ignored, so that their mean is the loss of the batch. Other losses are called on batches of one
+    sample.
     """
     known = known_loss(loss_fn)
     if known is None or known.kind != "cross_entropy" or target.is_floating_point():
@@ -283,7 +289,7 @@ def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
 
 
 def losses_alone(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
-    """Return the loss of each sample as a batch of one, ``(batch,)``."""
+    """Return the loss of each sample, ``(batch,)``, called on batches of one sample."""
     losses: Tensor = vmap(lambda output, label: loss_fn(output.unsqueeze(0), label.unsqueeze(0)))(
         outputs, target
     )
@@ -301,9 +307,9 @@ def is_kept(loss_fn: Any, labels: Tensor) -> Tensor:
 
 
 def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
-    """Return what cross-entropy divides by: the number of labels, or the sum of their weights.
+    """Return the divisor of cross-entropy: the number of its labels, or the sum of their weights.
 
-    ``None`` if the loss is the mean over all elements of the target, or is not known.
+    ``None`` for other losses and for targets that are probabilities.
     """
     kind, options = _described(loss_fn)
     if kind != "cross_entropy" or not isinstance(target, Tensor) or target.is_floating_point():
@@ -316,7 +322,7 @@ def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
 
 
 def check_loss(loss: Any, index: int) -> None:
-    """Raise unless a loss is one finite number."""
+    """Raise unless a loss is a finite scalar."""
     if not isinstance(loss, Tensor) or loss.ndim:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
@@ -328,9 +334,9 @@ def check_loss(loss: Any, index: int) -> None:
 
 
 def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: bool = True) -> None:
-    """Raise if class labels of cross-entropy are out of range, which crashes a GPU process.
+    """Raise if class labels of cross-entropy are out of range.
 
-    With ``some``, raise as well if all labels are ignored.
+    On a GPU, torch would abort the process. With ``some``, raise also if all labels are ignored.
     """
     kind = _described(loss_fn)[0]
     labelled = kind == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
@@ -343,12 +349,21 @@ def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: b
         check_range(f"labels of {where}", int(label), low=0, high=classes - 1)
 
 
+def check_outputs(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
+    """Raise unless outputs and labels are those that a known loss needs."""
+    if known_loss(loss_fn) is not None:
+        check_one_tensor(outputs)
+    check_scores(loss_fn, outputs, target, where)
+    check_labels(loss_fn, outputs, target, where)
+    check_log_probabilities(loss_fn, outputs)
+
+
 def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
-    """Raise unless outputs are scores of classes that go with the labels of cross-entropy."""
+    """Raise unless the shapes of outputs and labels fit cross-entropy."""
     labelled = _described(loss_fn)[0] == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
     if not labelled or not isinstance(target, Tensor):
         return
-    _check_one_tensor(outputs)
+    check_one_tensor(outputs)
     shape, expected = tuple(outputs.shape), outputs.shape[:1] + outputs.shape[2:]
     if outputs.ndim < 2 and target.ndim:
         raise ValueError(
@@ -359,6 +374,11 @@ def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
             f"labels of {where} must be integers for cross-entropy, got {str(target.dtype)[6:]}: "
             "convert them by .long()"
         )
+    if not target.is_floating_point() and target.dtype not in (torch.int64, torch.uint8):
+        raise TypeError(
+            f"labels of {where} must be int64 for cross-entropy, got {str(target.dtype)[6:]}: "
+            "convert them by .long()"
+        )
     if not target.is_floating_point() and target.shape != expected:
         advice = ": remove the last dimension by .squeeze(-1)" if target.shape[-1:] == (1,) else ""
         raise ValueError(
@@ -367,19 +387,21 @@ def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
         )
 
 
-def _check_one_tensor(outputs: Any) -> None:
+def check_one_tensor(outputs: Any) -> None:
+    """Raise unless the outputs of the model are a single tensor."""
     if not isinstance(outputs, Tensor):
         kind = type(outputs).__name__
-        raise TypeError(f"the model must return one tensor for this loss, got {kind}: return the "
-                        "outputs alone, or give a loss_fn (--loss module:function) that takes them "
-                        "all")  # fmt: skip
+        raise TypeError(
+            f"the model must return one tensor for this loss, got {kind}: {FORWARD}, or give a "
+            "loss_fn (--loss module:function) that takes them all"
+        )
 
 
 def outputs_and_labels(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
     """Return outputs ``(n, classes)`` and labels ``(n,)`` of a batch, without ignored labels.
 
-    ``None`` if the target does not hold class labels as in cross-entropy: integers, one for each
-    vector of at least two outputs along axis 1.
+    ``None`` unless the target holds class labels as in cross-entropy: integers, one for each vector
+    of at least two outputs along axis 1.
     """
     if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
         return None
@@ -393,7 +415,10 @@ def outputs_and_labels(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor,
 
 
 def num_correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
-    """Return the number of labels with the largest output, and of all; zeros without labels."""
+    """Return how many labels have the largest output, and how many labels there are.
+
+    Both are zero if the target does not hold class labels.
+    """
     pair = outputs_and_labels(loss_fn, outputs, target)
     if pair is None:
         return 0, 0
@@ -403,208 +428,17 @@ def num_correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
 def mean_slope(
     loss_fn: LossFunction | None, outputs: Tensor, target: Any, *, alone: bool
 ) -> Tensor:
-    """Return the derivative in the outputs of the mean of the losses of the samples."""
+    """Return the derivative in the outputs of the mean of the losses of single samples."""
     by_sample = losses_alone if alone else sample_losses
     slope: Tensor = grad(lambda point: by_sample(loss_fn, point, target).mean())(outputs)
     return slope
 
 
 def check_not_doubled(once: float, twice: float, index: int) -> None:
-    """Raise if a loss doubles when the samples of a batch are repeated: it is a sum."""
+    """Raise if a loss doubles when all samples of a batch are repeated, as a sum does."""
     if once and abs(twice / once - 2) < 0.01:
         raise ValueError(
             "loss_fn must return the mean over a batch, but it seems to be a sum: it doubles, from "
             f"{once:.6g} to {twice:.6g}, if samples of batch {index} are repeated; use "
             "reduction='mean'"
         )
-
-
-# ------------------------------------------------------------------------------------------
-# Losses that models compute themselves.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnLoss:
-    """How a model computes its loss from its ``logits`` and the ``labels`` of a batch.
-
-    Attributes:
-        tokens: Logits are ``(batch, tokens, classes)`` and labels ``(batch, tokens)``.
-        shift: The logits of a token predict the label of the next one, as in a decoder.
-        labelled: The model needs the labels for its logits. Otherwise it is called without, so
-            that it does not compute its own loss, which takes several copies of the logits.
-    """
-
-    tokens: bool
-    shift: bool
-    labelled: bool = True
-
-    def outputs(self, logits: Tensor) -> Tensor:
-        """Return the logits with the classes along axis 1, one for each label of :meth:`target`."""
-        return logits.movedim(-1, 1) if self.tokens else logits
-
-    def target(self, labels: Tensor) -> Tensor:
-        """Return the labels that the outputs predict."""
-        # The last token predicts nothing. Its label is ignored, as a slice of the logits would be
-        # one more tensor of their size in each derivative.
-        return functional.pad(labels[:, 1:], (0, 1), value=-100) if self.shift else labels
-
-    def num_terms(self, labels: Tensor) -> int:
-        """Return the number of labels that are not ignored: the weight of a batch in the mean."""
-        return int((self.target(labels) != -100).sum())
-
-    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keywords that the model is called with."""
-        return {key: batch[key] for key in batch if self.labelled or key != "labels"}
-
-
-def recognized_loss(call: Callable[[Mapping[str, Any]], Any], batch: Any) -> OwnLoss | None:
-    """Return how a model computes its own loss on a batch, or ``None`` if it is not known.
-
-    Args:
-        call: Calls the model with keywords, and returns ``None`` if that fails.
-        batch: The batch.
-    """
-    outputs = call(batch)
-    own = _form_of_loss(outputs, split_labels(batch)[2])
-    if own is None:
-        return None
-    plain = replace(own, labelled=False)
-    again = call(plain.inputs(batch))
-    first, second = (_value(each, "logits") for each in (outputs, again))
-    same = isinstance(second, Tensor) and torch.equal(first, second)
-    return plain if same else own
-
-
-def _value(outputs: Any, name: str) -> Any:
-    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
-
-
-def _form_of_loss(outputs: Any, labels: Any) -> OwnLoss | None:
-    """Return how a model computes its loss, if it returns ``loss`` and ``logits`` and it is known.
-
-    It is known if cross-entropy of the logits and labels, shifted by a token or not, has the same
-    value on this batch.
-    """
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
-        return None
-    logits, loss = (_value(outputs, name) for name in ("logits", "loss"))
-    if not isinstance(logits, Tensor) or not isinstance(loss, Tensor) or loss.ndim:
-        return None
-    tokens = logits.ndim == 3 and logits.shape[:2] == labels.shape
-    if not tokens and not (logits.ndim == 2 and logits.shape[:1] == labels.shape):
-        return None
-    for shift in (True, False) if tokens else (False,):
-        own = OwnLoss(tokens=tokens, shift=shift)
-        if logits.shape[-1] > 1 and own.num_terms(labels):
-            value = mean_entropy(own.outputs(logits).float(), own.target(labels))
-            # Many models compute their loss in float32, whatever the dtype of their weights.
-            if is_below(abs(float(value) - float(loss)), 1e-5 * abs(float(loss))):
-                return own
-    return None
-
-
-# ------------------------------------------------------------------------------------------
-# The model with its loss, called on batches.
-
-Forward = Callable[[nn.Module, Any], Any]
-
-
-@final
-class Adapter(nn.Module):
-    """A model with a loss, called on whole batches.
-
-    It is a module around the model, so that one functional call replaces all parameters, whichever
-    method of the model a user-defined ``forward`` calls. The model itself is not modified.
-
-    Args:
-        model: The user's model.
-        loss_fn: Takes outputs and target, returns the mean loss of the batch. ``None`` if the
-            model returns the loss itself.
-        forward: Takes the model and a batch, returns ``(outputs, target)``; without ``loss_fn`` it
-            returns the loss.
-        own: How the model computes its own loss, which ``loss_fn`` then computes instead.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction | None,
-        forward: Forward | None,
-        own: OwnLoss | None = None,
-    ) -> None:
-        super().__init__()
-        self.model, self.custom, self.own = model, forward, own
-        # Not an attribute of its own: the parameters of a loss are not those of the model.
-        self.loss_fn = SimpleNamespace(call=loss_fn)
-        known = known_loss(loss_fn)
-        self.squared = known is not None and known.kind == "squared_error"
-        # Cross-entropy of scores, whose derivatives need not keep copies of large outputs.
-        scores = known is not None and known.kind == "cross_entropy"
-        self.entropy = known if scores and not _takes_log_probabilities(loss_fn) else None
-
-    def forward(self, batch: Any) -> tuple[Any, Any]:
-        """Return outputs and target of a batch; loss and ``None`` if the model returns the loss."""
-        without_loss, named = self.loss_fn.call is None, isinstance(batch, Mapping)
-        if self.custom is not None:
-            result = self.custom(self.model, batch)
-            if without_loss:
-                return result, None
-            if not isinstance(result, tuple) or len(result) != 2:
-                kind = type(result).__name__
-                raise TypeError(f"forward must return (outputs, target), got {kind}")
-            return result
-        if self.own is not None:
-            logits = _field(self.model(**self.own.inputs(batch)), "logits")
-            return self.own.outputs(logits), self.own.target(batch["labels"])
-        if without_loss and named:
-            return _field(self.model(**batch), "loss"), None
-        if without_loss:
-            raise TypeError("loss_fn must be passed for batches of (inputs, target), got None")
-        pair = isinstance(batch, tuple | list) and len(batch) > 1
-        if not (pair or (named and "labels" in batch)):
-            kind = "inputs alone" if isinstance(batch, tuple | list) else type(batch).__name__
-            got = f"the keys {sorted(batch)}" if named else kind
-            raise TypeError(
-                "a batch must be (inputs, target) or a dictionary with 'labels', "
-                f"got {got}: {FORWARD}"
-            )
-        args, kwargs, target = split_labels(batch)
-        outputs = self.model(*args, **kwargs)
-        if isinstance(outputs, Mapping) or hasattr(outputs, "logits"):
-            outputs = _field(outputs, "logits")
-        return outputs, target
-
-    @property
-    def by_label(self) -> bool:
-        """Whether batches are weighted by their labels that are not ignored."""
-        return self.own is not None and self.own.tokens
-
-    def target(self, batch: Any) -> Any:
-        """Return the target of a batch if it is known without a call of the model, or ``None``."""
-        if self.custom is not None or self.loss_fn.call is None:
-            return None
-        labels = split_labels(batch)[2]
-        return labels if self.own is None else self.own.target(labels)
-
-    def loss(self, outputs: Any, target: Any) -> Any:
-        """Return the mean loss of a batch."""
-        if self.loss_fn.call is None:
-            return outputs  # the loss itself
-        if self.entropy is not None and isinstance(outputs, Tensor) and is_large(outputs, target):
-            return mean_entropy(outputs, target, self.entropy)
-        if not self.squared:
-            return self.loss_fn.call(outputs, target)
-        _check_one_tensor(outputs)
-        if outputs.shape != target.shape:
-            shapes = f"{tuple(outputs.shape)}, got {tuple(target.shape)}"
-            raise ValueError(f"target must be of the shape of the outputs, {shapes}")
-        # The mse_loss of torch has no forward rule for its backward pass.
-        return (outputs - target).square().mean()
-
-
-def _field(outputs: Any, name: str) -> Any:
-    value = _value(outputs, name)
-    if value is None:
-        kind = type(outputs).__name__
-        raise ValueError(f"the model must return an output with {name!r}, got {kind}: {FORWARD}")
-    return value

@@ -1,24 +1,82 @@
-"""Hessian, Gauss-Newton and Fisher matrices of a risk, and the covariance of gradients."""
+"""Hessian, Gauss-Newton and Fisher matrices, gradient covariance and block-diagonal matrices."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, Unpack, final
+from typing import Any, ClassVar, Literal, Unpack, final
 
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
+from ritz._core.batch_norm import batch_norms
 from ritz._core.checks import check_choice, check_count, check_tensor
 from ritz._core.modes import recording
-from ritz._core.random import resolve_generator
+from ritz.curvature._batches import batch_seeds
 from ritz.curvature._losses import KnownLoss, as_likelihood, output_hessian, sample_losses
-from ritz.curvature._modes import Context, Params, as_leaves, derivatives
-from ritz.curvature._products import PLAIN, Column, CurvatureOperator, ProductOptions, Products
-from ritz.curvature._risk import Risk, check_risk
-from ritz.operators import LowRankOperator
+from ritz.curvature._module_gradients import full_name, owners
+from ritz.curvature._parameters import (
+    Context,
+    Params,
+    Selection,
+    as_leaves,
+    derivatives,
+    select_names,
+)
+from ritz.curvature._products import (
+    PLAIN,
+    Column,
+    EngineName,
+    ProductOptions,
+    Products,
+    check_options,
+)
+from ritz.curvature._risk import Risk, check_risk, require_outputs
+from ritz.operators import BlockDiagonalOperator, LinearOperator, LowRankOperator
 from ritz.operators._shared import SumOperator
+
+# Draws additional data of an operator, such as labels, for all batches of a risk.
+Draw = Callable[[Risk, torch.Generator | None], Callable[[int], Any]]
+
+
+class CurvatureOperator(LinearOperator):
+    """A matrix of a risk that is a weighted mean over its batches.
+
+    Attributes:
+        risk: The :class:`Risk`.
+        products: Computes the matrix-vector products. ``products.plan`` says how, and why.
+    """
+
+    matrix: ClassVar[str]
+
+    def __init__(self, products: Products, draw: Draw | None = None) -> None:
+        risk, self._draw = products.risk, draw
+        n, dtype, device = risk.space.size, risk.theta.dtype, risk.theta.device
+        super().__init__(n, dtype=dtype, device=device, block_size=products.block_size)
+        self.risk, self.products, self._detail = risk, products, repr(risk)
+        self.origin["matrix"] = self.matrix
+        if batch_norms(risk.model):
+            self.origin["batch_norm"] = risk.batch_norm
+
+    def at(self, risk: Risk, *, generator: torch.Generator | None = None) -> "CurvatureOperator":
+        """Return the matrix of another risk: at new weights, on other batches, or both.
+
+        The model is not traced again. Only the primal parts are computed again, which costs about
+        one gradient per batch. The model must not depend on anything else that has changed: only on
+        its parameters, its buffers and the batch.
+
+        Args:
+            risk: A risk of the same model, loss and modes, such as :meth:`Risk.moved` returns.
+            generator: Source of the labels of a Monte Carlo Fisher matrix.
+        """
+        check_risk(risk)
+        extra = None if self._draw is None else self._draw(risk, generator)
+        return type(self)(self.products.at(risk, extra=extra), self._draw)
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        return self.products.matmat(block)
+
 
 # ------------------------------------------------------------------------------------------
 # The Hessian.
@@ -26,7 +84,7 @@ from ritz.operators._shared import SumOperator
 
 @final
 class HessianOperator(CurvatureOperator):
-    r"""The Hessian :math:`H = \nabla^2 L(\theta)`, which is never formed. See :func:`hessian`."""
+    r"""The Hessian :math:`H = \nabla^2 L(\theta)`, computed as products. See :func:`hessian`."""
 
     matrix = "hessian"
 
@@ -34,9 +92,9 @@ class HessianOperator(CurvatureOperator):
 def hessian(risk: Risk, **options: Unpack[ProductOptions]) -> HessianOperator:
     r"""Return the Hessian :math:`H = \frac{1}{N} \sum_i \nabla^2 \ell_i(\theta) + \mu I`.
 
-    A product goes through the batches once. It costs about one gradient if the linearisation is
-    cached, and up to three otherwise. Memory: ``block_size`` times that of one backward pass, and
-    the cached linearisations.
+    A product is one pass over the data. It costs about one gradient if the linearisation is cached,
+    and up to three otherwise. Memory: ``block_size`` times that of a backward pass, and the cached
+    linearisations.
 
     Args:
         risk: A :class:`Risk`.
@@ -49,13 +107,14 @@ def hessian(risk: Risk, **options: Unpack[ProductOptions]) -> HessianOperator:
             is not traced if they do not repay it. Defaults to many.
     """
     check_risk(risk)
+    check_options(options)
     ways = (
         ("forward over reverse", partial(_hessian_product, False)),
         ("reverse over reverse", partial(_hessian_product, True)),
         (PLAIN, _plain_hessian_product),
     )
-    # Without a trace, forward over reverse costs 2.7 to 3.9 gradients on the CPU, and reverse over
-    # reverse 1.9 to 2.7 (GPT-2, ViT, MLP, convolutions).
+    # On the CPU without a trace, forward over reverse costs 2.7 to 3.9 gradients and reverse over
+    # reverse 1.9 to 2.7 (GPT-2, ViT, MLP, convolutions): hence ``reversed_if_eager``.
     return HessianOperator(
         Products(risk, "hessian", ways, shift=risk.l2, reversed_if_eager=True, **options)
     )
@@ -65,7 +124,7 @@ def _hessian_product(
     reverse: bool, risk: Risk, params: Params, context: Context, vector: Params
 ) -> Params:
     gradient = grad(lambda point: risk.batch_loss(point, context))
-    # Forward: H v = d/dt grad L(theta + t v). Reverse: H' v, which is H v, as H is symmetric.
+    # Forward: H v = d/dt grad L(theta + t v). Reverse: H' v, which equals H v by symmetry.
     forward = partial(jvp, gradient, (params,), (vector,))
     product: Params = vjp(gradient, params)[1](vector)[0] if reverse else forward()[1]
     return product
@@ -80,21 +139,22 @@ def _plain_hessian_product(risk: Risk, params: Params, context: Context, vector:
 
 
 # ------------------------------------------------------------------------------------------
-# Matrices J' M J, with the Jacobian J of a function of the parameters: Gauss-Newton and Fisher.
+# Matrices J' M J, with the Jacobian J of the outputs or losses: Gauss-Newton and Fisher.
 
-# The function with Jacobian J, (risk, params, context) to (values, target).
+# The function whose Jacobian is J: from (risk, params, context) to (values, target).
 Evaluate = Callable[[Risk, Params, Context], tuple[Any, Any]]
-# The product M t: (context, values, target, t, reverse). ``reverse``: by reverse rules alone.
+# The product M t, of (context, values, target, t, reverse). ``reverse``: use reverse mode alone.
 Middle = Callable[[Context, Any, Any, Any, bool], Any]
 
 
 def _jacobian_ways(evaluate: Evaluate, middle: Middle) -> tuple[tuple[str, Column], ...]:
-    """Return the three ways of multiplying by J' M J."""
+    """Return three ways to compute products with J' M J, the fastest first."""
 
     def multiply(
         reverse: bool, risk: Risk, params: Params, context: Context, vector: Params
     ) -> Params:
-        targets: list[Any] = []  # one per call; torch.func would accept tensors alone
+        # Collected on the side, because functions passed to torch.func may return tensors only.
+        targets: list[Any] = []
 
         def call(point: Params) -> Any:
             values, target = evaluate(risk, point, context)
@@ -102,7 +162,7 @@ def _jacobian_ways(evaluate: Evaluate, middle: Middle) -> tuple[tuple[str, Colum
             return values
 
         if reverse:
-            # u -> J' u is linear, so its own transpose at any point, such as u = 0, is v -> J v.
+            # v -> J v is the transpose of the linear map u -> J' u, at any point, such as u = 0.
             values, pull = vjp(call, params)[:2]
             zero = tree_map(lambda leaf: leaf * 0, values)
             tangent = vjp(lambda cotangent: pull(cotangent)[0], zero)[1](vector)[0]
@@ -117,7 +177,7 @@ def _jacobian_ways(evaluate: Evaluate, middle: Middle) -> tuple[tuple[str, Colum
         with recording():
             leaves = as_leaves(params)
             values, target = evaluate(risk, leaves, context)
-            # u -> J' u, at u = 0, and its transpose v -> J v
+            # The map u -> J' u at u = 0, and its transpose v -> J v.
             zero = tree_map(lambda leaf: torch.zeros_like(leaf, requires_grad=True), values)
             pulled = derivatives(values, leaves, zero, again=True)
             units = {str(k): leaf for k, leaf in enumerate(tree_leaves(zero))}
@@ -135,7 +195,7 @@ def _jacobian_ways(evaluate: Evaluate, middle: Middle) -> tuple[tuple[str, Colum
 
 @final
 class GGNOperator(CurvatureOperator):
-    r"""The matrix :math:`G = \frac{1}{N} \sum_i J_i^\top \nabla^2_f \ell_i J_i`, never formed."""
+    r"""The matrix :math:`G = \frac{1}{N} \sum_i J_i^\top \nabla^2_f \ell_i J_i`, as products."""
 
     matrix = "ggn"
 
@@ -146,9 +206,9 @@ def ggn(risk: Risk, **options: Unpack[ProductOptions]) -> GGNOperator:
     .. math:: G = \frac{1}{N} \sum_i J_i^\top \, \nabla^2_f \ell_i(f_i) \, J_i + \mu I,
         \quad J_i = \partial f_i / \partial \theta
 
-    The Hessian of the loss in the outputs has a closed form for cross-entropy, binary cross-entropy
-    with logits and squared error. Any other loss is differentiated. A product costs about 1.3
-    gradients if the linearisation is cached.
+    The Hessian of the loss in the outputs is known in closed form for cross-entropy, binary
+    cross-entropy with logits and squared error. Any other loss is differentiated twice. A product
+    costs about 1.3 gradients if the linearisation is cached.
 
     Args:
         risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
@@ -161,6 +221,7 @@ def ggn(risk: Risk, **options: Unpack[ProductOptions]) -> GGNOperator:
             is not traced if they do not repay it. Defaults to many.
     """
     require_outputs(risk, "ggn()")
+    check_options(options)
     if risk.linear_loss:
         warnings.warn(
             "the loss is linear in the outputs, so the Gauss-Newton matrix is zero: if the model "
@@ -169,16 +230,6 @@ def ggn(risk: Risk, **options: Unpack[ProductOptions]) -> GGNOperator:
         )
     ways = _jacobian_ways(Risk.evaluate, lambda context, *call: output_hessian(risk.loss_fn, *call))
     return GGNOperator(Products(risk, "ggn", ways, shift=risk.l2, **options))
-
-
-def require_outputs(risk: Risk, caller: str) -> None:
-    """Raise unless the risk has outputs that are separate from its loss."""
-    check_risk(risk)
-    if risk.loss_fn is None:
-        raise ValueError(
-            f"{caller} needs outputs that are separate from the loss, got a risk with "
-            "loss_fn=None: pass loss_fn to Risk, and forward if necessary"
-        )
 
 
 # ------------------------------------------------------------------------------------------
@@ -207,17 +258,19 @@ def fisher(
 
     ``empirical``: :math:`g_i` is the gradient of the loss of sample :math:`i`. ``monte_carlo``:
     :math:`g_i` is the gradient of the negative log likelihood of a label drawn from the model. The
-    labels are drawn once, ``num_draws`` per sample; the expectation of the matrix is the
+    labels are drawn once, ``num_draws`` per sample. The expectation of the matrix is the
     Gauss-Newton matrix. For outputs with positions, such as tokens, each position counts as a
-    sample. Diagonal and trace are exact where the structure of the network gives them: one backward
-    pass per batch if ``empirical``, and otherwise one per drawn label. The L2 term of the risk is
-    not included. A product costs as much as one with the Gauss-Newton matrix.
+    sample. The L2 term of the risk is not included.
+
+    A product costs as much as one with the Gauss-Newton matrix. For most networks the exact
+    diagonal and trace are available: they cost one backward pass per batch with ``empirical``, and
+    one per drawn label with ``monte_carlo``.
 
     Args:
         risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
         kind: ``monte_carlo`` or ``empirical``. ``monte_carlo`` needs a loss that is a likelihood:
             cross-entropy, binary cross-entropy with logits or squared error.
-        num_draws: Labels drawn per sample. Memory: as many copies of the targets.
+        num_draws: Labels drawn per sample. Memory: ``num_draws`` copies of the targets.
         generator: Source of the labels. Defaults to a new generator with seed 0.
         engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
             ``linearized`` is faster and caches activations; ``eager`` caches nothing.
@@ -229,6 +282,7 @@ def fisher(
     """
     check_choice("kind", kind, ("monte_carlo", "empirical"))
     require_outputs(risk, "fisher()")
+    check_options(options)
     if kind == "empirical":
         risk.require_sample_mean(alone=False)
         # J is the Jacobian of the N sample losses of a batch, and M = I / N.
@@ -240,10 +294,10 @@ def fisher(
         op.kind = kind
         return op
     num_draws = check_count("num_draws", num_draws)
-    known = likelihood(risk)
+    known = as_likelihood(risk.loss_fn)
 
     def middle(context: Context, outputs: Any, target: Any, tangent: Any, reverse: bool) -> Any:
-        # M t = mean over draws of s (s' t), with the gradient s of the loss of a drawn label.
+        # M t = mean of s (s' t) over the draws, with the gradient s of the loss at a drawn label.
         product = partial(known.sampled_hessian, outputs, target, tangent=tangent)
         return vmap(product, in_dims=1)(context.extra).mean(0)
 
@@ -256,9 +310,9 @@ def fisher(
 def _drawn_labels(
     known: KnownLoss, num_draws: int, risk: Risk, generator: torch.Generator | None
 ) -> Callable[[int], Any]:
-    """Draw labels from the model; return them, ``(batch, num_draws, ...)``, by number of batch."""
+    """Draw labels from the model, ``(batch, num_draws, ...)``, as a function of the batch index."""
     labels = {}
-    seeds = batch_seeds(risk, generator)
+    seeds = batch_seeds(risk.num_batches, generator)
     with torch.no_grad(), risk.settings():
         for index, context, _ in risk.contexts():
             outputs, target = risk.evaluate(risk.params, context)
@@ -268,24 +322,12 @@ def _drawn_labels(
     return labels.get
 
 
-def likelihood(risk: Risk) -> KnownLoss:
-    """Return the loss of a risk as a likelihood, or raise if it is none."""
-    return as_likelihood(risk.loss_fn)
-
-
-def batch_seeds(risk: Risk, generator: torch.Generator | None) -> list[int]:
-    """Draw a seed for each batch, so that labels do not depend on which process draws them."""
-    rng = resolve_generator(generator)
-    seeds: list[int] = torch.randint(0, 2**62, (risk.num_batches,), generator=rng).tolist()
-    return seeds
-
-
 def gradient_covariance(risk: Risk, **options: Unpack[ProductOptions]) -> SumOperator:
     r"""Return the covariance of gradients :math:`\frac{1}{N} \sum_i g_i g_i^\top - g g^\top`.
 
-    :math:`g_i` is the gradient of the loss of sample :math:`i`, and :math:`g` the mean, which is
-    computed when the operator is created. A product costs as much as one with the Gauss-Newton
-    matrix.
+    :math:`g_i` is the gradient of the loss of sample :math:`i`, and :math:`g` is their mean. The
+    mean is computed when the operator is created. A product costs as much as one with the
+    Gauss-Newton matrix.
 
     Args:
         risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
@@ -298,7 +340,7 @@ def gradient_covariance(risk: Risk, **options: Unpack[ProductOptions]) -> SumOpe
             is not traced if they do not repay it. Defaults to many.
     """
     second_moment = fisher(risk, kind="empirical", **options)
-    # The L2 term shifts every gradient alike and leaves the covariance unchanged.
+    # The L2 term adds the same vector to every gradient, so it does not change the covariance.
     mean = risk.gradient().sub_(risk.theta, alpha=risk.l2)[:, None]
     covariance = second_moment + LowRankOperator(mean, scales=-torch.ones_like(mean[0]))
     covariance.origin = second_moment.origin | {"matrix": "covariance"}
@@ -320,13 +362,61 @@ def curvature_operator(
     return hessian(risk, **options) if matrix == "hessian" else ggn(risk, **options)
 
 
+def block_diagonal(
+    risk: Risk,
+    *,
+    matrix: CurvatureMatrix = "hessian",
+    by: Sequence[Selection] | None = None,
+    engine: EngineName = "auto",
+    memory: int = 2 * 2**30,
+) -> BlockDiagonalOperator:
+    r"""Return the block-diagonal part :math:`\operatorname{diag}(A_{11}, \dots, A_{mm})` by layer.
+
+    Each block is the matrix of the risk as a function of the parameters of the block. A product
+    costs one product with each block.
+
+    Args:
+        risk: A :class:`Risk`.
+        matrix: ``hessian`` or ``ggn``.
+        by: One selection of parameters per block: a regular expression that matches the beginning
+            of names, a list of names, or a function of a name. Every parameter must belong to
+            exactly one block, and the blocks must be in the order of ``risk.theta``. Defaults to
+            one block per module with parameters.
+        engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
+        memory: Bytes for the cached linearisations of all blocks together. Defaults to 2 GiB.
+    """
+    check_risk(risk)
+    check_choice("matrix", matrix, MATRICES)
+    memory = check_count("memory", memory, low=0)
+    names = list(risk.space.shapes)
+    groups = [[full_name(module, key) for key in keys] for module, keys in owners(names).items()]
+    if by is not None:
+        groups = _groups(names, by)
+    return BlockDiagonalOperator(
+        [
+            curvature_operator(risk.on(group), matrix, engine=engine, memory=memory // len(groups))
+            for group in groups
+        ]
+    )
+
+
+def _groups(names: list[str], by: Sequence[Selection]) -> list[list[str]]:
+    if isinstance(by, str) or not isinstance(by, Sequence) or not by:
+        raise TypeError(f"by must be a list with one selection per block, got {by!r}")
+    groups = [select_names(names, choice) for choice in by]
+    taken = [name for group in groups for name in group]
+    if taken != names:
+        raise ValueError(f"by must select every parameter once, in the order {names}, got {taken}")
+    return groups
+
+
 def batch_products(
     risk: Risk, block: Tensor, *, matrix: CurvatureMatrix = "hessian"
 ) -> Iterator[tuple[float, Tensor]]:
     r"""Yield weight :math:`w_b` and product :math:`H_b V`, ``(P, k)``, of each batch in turn.
 
-    Weights sum to one over all processes, and :math:`\sum_b w_b H_b` is the matrix of the risk
-    without its L2 term. All batches together cost one product. Memory: the product of one batch.
+    The weights sum to one over all processes, and :math:`\sum_b w_b H_b` is the matrix of the risk
+    without its L2 term. The total cost is one product. Memory: the product of one batch.
 
     Args:
         risk: A :class:`Risk`.

@@ -1,4 +1,4 @@
-"""Kinds of gradient noise, and the derivatives in the outputs from which noise is pulled back."""
+"""Kinds of gradient noise. Derivatives of losses with random signs and at drawn labels."""
 
 import math
 from typing import Any, Literal, get_args
@@ -15,16 +15,16 @@ NoiseKind = Literal[
     "multiplicative", "sgld",
 ]  # fmt: skip
 NOISE_KINDS = get_args(NoiseKind)
-# Sampled by a backward pass of weighted losses or at drawn labels.
+# Sampled by a backward pass: of losses with random signs, or at drawn labels.
 BY_GRADIENT = ("full", "centred", "true")
-# Sampled from second moments of the gradients of single samples.
+# Sampled from second moments of per-sample gradients.
 BY_MOMENTS = ("diagonal", "kfac", "trace", "trace_unscaled")
-# Noise of a step whatever its batch size; the others are the noise of one sample.
+# Noise of a step that does not depend on the batch size. The other kinds are noise of one sample.
 OF_STEP = ("isotropic", "multiplicative", "sgld")
 
 
 def scale_of_step(kind: str, sigma: float, lr: float, temperature: float) -> float:
-    """Return the standard deviation of noise that does not depend on the batch size."""
+    """Return the standard deviation of a kind in ``OF_STEP``."""
     if kind != "sgld":
         return sigma
     check_range("temperature", temperature, low=0.0)
@@ -35,7 +35,7 @@ def scale_of_step(kind: str, sigma: float, lr: float, temperature: float) -> flo
 
 
 def random_signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return independent signs on the device of the generator."""
+    """Return independent random signs, int8, on the device of the generator."""
     where: Any = {"generator": generator, "device": generator.device}
     return torch.randint(0, 2, shape, dtype=torch.int8, **where) * 2 - 1
 
@@ -52,7 +52,7 @@ def sign_columns(loss_fn: Any, outputs: Tensor, target: Any, signs: Tensor) -> T
     with recording():
         point = outputs.detach().requires_grad_()
         losses = sample_losses(loss_fn, point, target)
-    # l_i depends on row i alone, so one derivative serves all signs.
+    # l_i depends on row i alone, so one backward pass serves all sets of signs.
     derivative = torch.autograd.grad(losses.sum(), point)[0] / math.sqrt(len(outputs))
     return derivative * signs.to(derivative).view(*signs.shape, *(1,) * (outputs.ndim - 1))
 
@@ -60,7 +60,7 @@ def sign_columns(loss_fn: Any, outputs: Tensor, target: Any, signs: Tensor) -> T
 def label_columns(
     known: KnownLoss, outputs: Tensor, target: Any, count: int, generator: torch.Generator
 ) -> Tensor:
-    """Return the scores of ``count`` sets of labels that are drawn from the model."""
+    """Return the scores at ``count`` sets of labels that are drawn from the model."""
     point = outputs.detach()
     draws = [known.draw(point, target, generator) for _ in range(count)]
     return torch.stack([known.score(point, target, drawn) for drawn in draws])

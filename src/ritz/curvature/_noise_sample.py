@@ -1,11 +1,12 @@
-r"""Samples of the noise of gradients, with the covariance of the gradient of one sample.
+r"""`noise_sample`: samples of gradient noise with the covariance of the gradient of one sample.
 
-With :math:`g_i` the gradient of the loss of sample :math:`i` and :math:`s_i = \pm 1` at random,
+Let :math:`g_i` be the gradient of the loss of sample :math:`i`, and :math:`s_i = \pm 1` random
+signs. The vector
 
 .. math:: \frac{1}{\sqrt N} \sum_i s_i g_i = \sqrt N\, \nabla \frac1N \sum_i s_i \ell_i
 
 has the covariance :math:`F = \frac1N \sum_i g_i g_i^\top` and costs one backward pass. Other kinds
-have a part of :math:`F` as covariance.
+of noise have an approximation of :math:`F` as covariance, such as its diagonal.
 
 Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
 descent with covariance noise*, sections 2.2, D, E.2 and F.
@@ -21,9 +22,11 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import recording
 from ritz._core.random import probes, resolve_generator
-from ritz.curvature._layers import block_root, kfac, times_root
-from ritz.curvature._matrices import batch_seeds, likelihood, require_outputs
-from ritz.curvature._modes import LIMITS, attempt
+from ritz.curvature._batches import batch_seeds
+from ritz.curvature._kfac import block_root, kfac, times_root
+from ritz.curvature._losses import as_likelihood
+from ritz.curvature._modes import attempt
+from ritz.curvature._module_gradients import TUNING
 from ritz.curvature._noise_kinds import (
     BY_GRADIENT,
     BY_MOMENTS,
@@ -34,8 +37,9 @@ from ritz.curvature._noise_kinds import (
     scale_of_step,
     sign_columns,
 )
-from ritz.curvature._risk import Risk
-from ritz.curvature._structure import loss_column, structure_squares
+from ritz.curvature._parameters import as_leaves
+from ritz.curvature._risk import Risk, require_outputs
+from ritz.curvature._sample_gradients import loss_columns, structure_squares
 
 
 def noise_sample(
@@ -50,9 +54,9 @@ def noise_sample(
 ) -> Tensor:
     r"""Return samples of gradient noise of mean zero, ``(P,)`` or ``(P, num_samples)``.
 
-    With :math:`g_i` the gradient of the loss of sample :math:`i` without the L2 term, :math:`g`
-    their mean and :math:`F = \frac1N \sum_i g_i g_i^\top` the empirical Fisher matrix, the
-    covariance is
+    Let :math:`g_i` be the gradient of the loss of sample :math:`i` without the L2 term, :math:`g`
+    the mean of these gradients, and :math:`F = \frac1N \sum_i g_i g_i^\top` the empirical Fisher
+    matrix. The covariance of the noise is
 
     ==================  ==========================================================================
     ``diagonal``        :math:`\operatorname{diag} F`, exactly, from the structure of the network
@@ -62,7 +66,7 @@ def noise_sample(
     ``kfac``            :math:`G \otimes A` by layer, as :func:`kfac` has it with ``empirical``:
                         matrix normal, :math:`G^{1/2} \Xi A^{1/2}`
     ``trace``           :math:`\frac{\operatorname{tr} F}{P} I`, of the same total variance as F
-    ``trace_unscaled``  :math:`\operatorname{tr} F \cdot I`, as published: P times that
+    ``trace_unscaled``  :math:`\operatorname{tr} F \cdot I`, as published: P times ``trace``
     ``isotropic``       :math:`\sigma^2 I`
     ``multiplicative``  :math:`\sigma^2 \operatorname{diag}(g)^2`: the mean gradient times
                         :math:`\sigma \xi`
@@ -70,17 +74,18 @@ def noise_sample(
                         one of Langevin dynamics at temperature :math:`T`
     ==================  ==========================================================================
 
-    Multiply by :math:`\sqrt{1/M_S - 1/M_L}` for the noise that a batch of :math:`M_S` samples has
-    in excess of one of :math:`M_L`; :class:`ritz.optim.CovarianceNoise` does so in training. For
-    the noise of one batch pass ``risk.batch(number)``.
+    The gradient of a batch of :math:`M_S` samples is noisier than that of a batch of :math:`M_L`
+    samples. To obtain this difference, multiply the samples by :math:`\sqrt{1/M_S - 1/M_L}`.
+    :class:`ritz.optim.CovarianceNoise` does this in training. For the noise of one batch, pass
+    ``risk.batch(number)``.
 
-    **Batch norm in train mode.** The loss of a sample depends on the other samples of its (ghost)
-    batch. ``full``, ``centred`` and ``true`` use the gradient of :math:`\ell_i` as a function of
-    the weights with this dependence. ``diagonal``, ``kfac`` and ``trace`` take the statistics of
-    the batch as constants.
+    **Batch norm in train mode.** The loss of a sample depends on the other samples of its batch.
+    ``full``, ``centred`` and ``true`` differentiate :math:`\ell_i` with this dependence.
+    ``diagonal``, ``kfac`` and ``trace`` treat the statistics of the batch as constants.
 
-    Cost: ``full``, ``centred`` and ``true`` one forward pass and one backward pass per sample of
-    noise; the others one pass over the data in all. Memory: ``num_samples`` vectors.
+    **Cost.** ``full``, ``centred`` and ``true`` take one forward pass, and one backward pass per
+    sample of noise. The other kinds take one pass over the data in total. Memory: ``num_samples``
+    vectors.
 
     Args:
         risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
@@ -127,18 +132,18 @@ def _mean_gradient(risk: Risk) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------
-# Weighted losses and drawn labels: one backward pass per sample of noise.
+# Losses with random signs, and drawn labels: one backward pass per sample of noise.
 
 
 def _gradients(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Tensor:
-    seeds, theta = batch_seeds(risk, rng), risk.theta
-    known = likelihood(risk) if kind == "true" else None
+    seeds, theta = batch_seeds(risk.num_batches, rng), risk.theta
+    known = as_likelihood(risk.loss_fn) if kind == "true" else None
     total, sums = theta.new_zeros(count, len(theta)), theta.new_zeros(count)
     with risk.settings():
         for index, context, weight in risk.contexts():
             own = torch.Generator().manual_seed(seeds[index])
             with recording():
-                leaves = {k: v.detach().requires_grad_() for k, v in risk.params.items()}
+                leaves = as_leaves(risk.params)
                 outputs, target = risk.evaluate(leaves, context)
             if known is None:
                 signs = random_signs((count, len(outputs)), own).to(theta)
@@ -157,7 +162,7 @@ def _gradients(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Tenso
 
 
 def _pulled(risk: Risk, outputs: Tensor, leaves: list[Tensor], columns: Tensor) -> Tensor:
-    """Return gradients ``(k, P)`` for cotangents of the outputs."""
+    """Return the gradients ``(k, P)`` for ``k`` cotangents of the outputs."""
 
     def pull(part: Tensor, batched: bool) -> Tensor:
         gradients = torch.autograd.grad(
@@ -168,7 +173,7 @@ def _pulled(risk: Risk, outputs: Tensor, leaves: list[Tensor], columns: Tensor) 
         return torch.cat([gradient.reshape(*lead, -1) for gradient in gradients], 1)
 
     parts: list[Tensor] = []
-    size, problem = max(1, LIMITS.gradients // (4 * risk.space.size)), ""
+    size, problem = max(1, TUNING.gradients // (4 * risk.space.size)), ""
     for part in columns.split(size):
         if len(part) > 1 and not problem:
             rows, problem = attempt(partial(pull, part, True), RuntimeError)
@@ -180,7 +185,7 @@ def _pulled(risk: Risk, outputs: Tensor, leaves: list[Tensor], columns: Tensor) 
 
 
 # ------------------------------------------------------------------------------------------
-# Second moments of the gradients of single samples: a root times Gaussian noise.
+# Second moments of per-sample gradients: their square root times Gaussian noise.
 
 
 def _from_moments(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Tensor:
@@ -194,11 +199,11 @@ def _from_moments(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Te
             for op, xi in zip(blocks, xis, strict=True)
         ])  # fmt: skip
     quantity: Any = "diagonal" if kind == "diagonal" else "trace"
-    moments, note = structure_squares(
-        constant, quantity, lambda index, full: loss_column(constant, full)
-    )
+    moments, note = structure_squares(constant, quantity, loss_columns(constant))
     if moments is None:
-        raise ValueError(f"noise_sample(kind={kind!r}) is not possible here: {note}; use 'full'")
+        raise ValueError(
+            f"kind={kind!r} needs per-sample gradients, but {note}: use kind='full', which does not"
+        )
     xi = _gaussian(risk, count, rng)
     if isinstance(moments, Tensor):  # the diagonal
         return xi * moments.sqrt()[:, None]

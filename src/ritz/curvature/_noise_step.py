@@ -1,8 +1,8 @@
-"""Gradient noise of the batch of a training step, from its own forward and backward pass.
+"""`StepNoise`: gradient noise of a training step, from its own forward and backward pass.
 
-The outputs of the step have the graph of its forward pass. Losses with random signs cost one more
-backward pass of it. Second moments need the inputs of the modules and the derivatives in their
-outputs, which hooks record on the way.
+Losses with random signs need one more backward pass through the graph of the step. Second moments
+need the inputs of the modules and the derivatives in their outputs. Hooks record these during the
+passes of the step.
 """
 
 import math
@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ritz._core.batch_norm import batch_norms, evaluating
 from ritz._core.batches import num_rows, take_rows
 from ritz._core.distributed import all_sum, rank, world_size
-from ritz._core.modes import arithmetic, batch_norms, evaluating, recording
+from ritz._core.modes import arithmetic, recording
 from ritz._core.random import epoch_generator
-from ritz.curvature import _sample_gradients as rules
-from ritz.curvature._layers import BlockRoot, LayerSums, block_root, times_root
-from ritz.curvature._losses import Adapter, KnownLoss
-from ritz.curvature._matrices import likelihood, require_outputs
-from ritz.curvature._modes import LIMITS, constant_statistics
+from ritz.curvature import _module_gradients as rules
+from ritz.curvature._adapter import Adapter
+from ritz.curvature._formulas import constant_statistics
+from ritz.curvature._kfac import BlockRoot, LayerSums, block_root, times_root
+from ritz.curvature._losses import KnownLoss, as_likelihood
+from ritz.curvature._module_gradients import Call, full_name, hooks_on_calls, owners
 from ritz.curvature._noise_kinds import (
     BY_GRADIENT,
     BY_MOMENTS,
@@ -32,9 +34,8 @@ from ritz.curvature._noise_kinds import (
     random_signs,
     sign_columns,
 )
-from ritz.curvature._risk import Risk
-from ritz.curvature._sample_gradients import Call, full_name, hooks_on_calls, owners
-from ritz.curvature._structure import structure_plan
+from ritz.curvature._risk import Risk, require_outputs
+from ritz.curvature._sample_gradients import TUNING, structure_plan
 
 Noise = dict[str, Tensor]  # by parameter
 Roots = dict[str, BlockRoot]  # by the first parameter of a module, or by parameter
@@ -44,13 +45,15 @@ HALF = (torch.float16, torch.bfloat16)
 def step_generator(
     seed: int, step: int, device: torch.device, *, stream: int = 0
 ) -> torch.Generator:
-    """Return the generator of a step, on a device: a resumed run draws the same numbers again.
+    """Return the random generator of a step.
+
+    It depends on the number of the step alone, so that a resumed run draws the same numbers.
 
     Args:
         seed: Seed of the noise.
         step: Number of the step, from one.
         device: Device of the weights, so that a step does not wait for numbers from the CPU.
-        stream: Numbers that differ between processes have their own streams.
+        stream: Number of the stream. Different processes use different streams for their samples.
     """
     return epoch_generator(seed, (step << 16) + stream, device)
 
@@ -58,7 +61,7 @@ def step_generator(
 @final
 @dataclass(eq=False, kw_only=True)
 class Pass:
-    """Inputs and outputs of modules in a forward pass, and derivatives in the outputs."""
+    """Calls of modules in a forward pass, and the derivatives in their outputs, by module."""
 
     calls: dict[str, list[Call]]
     deltas: dict[str, Tensor]
@@ -72,16 +75,17 @@ class Pass:
 
 @final
 class StepNoise:
-    """Noise with the covariance of the gradient of one sample, from the pieces of a step.
+    """Noise with the covariance of the gradient of one sample, from the micro-batches of a step.
 
-    Call :meth:`begin`, then :meth:`observing` and :meth:`pull` for each piece, then
-    :meth:`collect`. With several processes, every process calls the last one.
+    Call :meth:`begin`, then :meth:`observing` and :meth:`pull` for each micro-batch, then
+    :meth:`collect`. With several processes, all of them must call :meth:`collect`.
 
     Args:
-        adapter: Calls the model, without wrappers, and knows its loss.
-        kind: A kind of :func:`noise_sample` that depends on the gradients of single samples.
+        adapter: The model without wrappers, and its loss.
+        kind: A kind of :func:`noise_sample` in ``BY_GRADIENT`` or ``BY_MOMENTS``.
         seed: Seed of all random numbers.
-        beside: Returns a context for the passes beside that of the loss.
+        beside: Returns a context manager for the additional passes, beside the backward pass of
+            the loss.
     """
 
     def __init__(
@@ -96,28 +100,28 @@ class StepNoise:
         self.params = {k: p for k, p in adapter.model.named_parameters() if p.requires_grad}
         self.layers = dict(adapter.model.named_modules())
         self.device = next((p.device for p in self.params.values()), torch.device("cpu"))
-        self.roots: Roots = {}  # of the last second moments
+        self.roots: Roots = {}  # square roots of the latest second moments
         self._checked = False
-        self._known: KnownLoss | None = None  # of ``true``
-        self._risk: Risk | None = None  # of a few samples, for the sums of ``kfac``
+        self._known: KnownLoss | None = None  # for kind ``true``
+        self._risk: Risk | None = None  # of a few samples, for kind ``kfac``
         self._modules: dict[str, tuple[str, ...]] = {}
         self._pass = Pass(calls={}, deltas={})
         self.begin(0, fresh=True)
 
     def begin(self, step: int, *, fresh: bool) -> None:
-        """Begin a step. With ``fresh`` its second moments are computed anew."""
+        """Begin a step. ``fresh`` means: compute new second moments instead of reusing the old."""
         self._step, self.fresh = step, fresh
         self._total: Noise = {}
         self._blocks: dict[str, LayerSums] = {}
         self._rows = 0
         self._signs: Any = 0.0
         self._scaled = False
-        # Signs and labels belong to the rows of a process.
+        # Each process draws its own signs and labels, for its own rows.
         self._own = step_generator(self.seed, step, self.device, stream=rank() + 1)
 
     @contextmanager
     def observing(self, batch: Any, *, wanted: bool = True) -> Iterator[None]:
-        """Record inputs and outputs of modules in the block, if second moments are needed."""
+        """Record calls of modules in the block, if second moments are computed in this step."""
         if wanted:
             self._check(batch)
         moments = self.kind in BY_MOMENTS and self.fresh and not self._couples()
@@ -130,15 +134,15 @@ class StepNoise:
     def pull(
         self, loss: Tensor, outputs: Any, target: Any, batch: Any, scale: float | Tensor, share: Any
     ) -> None:
-        """Run the backward pass of a piece, and gather its noise.
+        """Run the backward pass of a micro-batch and add its part of the noise.
 
         Args:
-            loss: Loss of the piece, times ``share`` and ``scale``.
+            loss: Loss of the micro-batch, times ``share`` and ``scale``.
             outputs: Outputs of the model, with their graph.
             target: Target of the batch.
-            batch: Rows of this process.
+            batch: The micro-batch of this process.
             scale: Factor of a gradient scaler.
-            share: Share of the piece in the loss of the step.
+            share: Weight of the micro-batch in the loss of the step.
         """
         count = num_rows(batch)
         self._scaled |= isinstance(scale, Tensor)
@@ -157,11 +161,11 @@ class StepNoise:
     def collect(self, mean: Callable[[str], Tensor]) -> tuple[Noise, int | Tensor]:
         """Return the noise of the step, the same in all processes, and its number of samples.
 
-        Half precision may overflow: an element of the noise that is not finite is then zero, and
-        second moments that are not finite are computed anew in the next step.
+        Half precision may overflow. Elements of the noise that are not finite are then set to zero,
+        and second moments that are not finite are computed again in the next step.
 
         Args:
-            mean: The mean gradient in a parameter, over all processes.
+            mean: Returns the mean gradient of a parameter, by name, over all processes.
         """
         rows, signs = self._sums()
         if self.kind in BY_GRADIENT:
@@ -181,9 +185,9 @@ class StepNoise:
         return self._drawn(), rows
 
     def _sums(self) -> tuple[Any, Any]:
-        """Return numbers of samples, and sums of signs, over all processes.
+        """Return the number of samples and the sum of the signs, over all processes.
 
-        Of several processes they are tensors, so that nothing waits for the device.
+        With several processes both are tensors, so that the step does not wait for the device.
         """
         if world_size() == 1:
             return self._rows, self._signs
@@ -193,31 +197,31 @@ class StepNoise:
         return rows, signs
 
     # --------------------------------------------------------------------------------------
-    # What is possible with a model.
+    # Checks of the model and the loss.
 
     def _check(self, batch: Any) -> None:
-        """Check on a few samples, once, that model and loss allow this kind of noise."""
+        """Check once, on a few samples, that model and loss allow this kind of noise."""
         if self._checked:
             return
         adapter, size = self.adapter, num_rows(batch)
-        few = take_rows(batch, slice(0, min(size, LIMITS.checked_samples)), size)
+        few = take_rows(batch, slice(0, min(size, TUNING.checked_samples)), size)
         loss_fn: Any = adapter.loss_fn.call
         mode: Any = "train" if self._couples() else "eval"
         risk = Risk(adapter.model, loss_fn, [few], batch_norm=mode, forward=adapter.custom,
                     sharing="none")  # fmt: skip
         require_outputs(risk, f"noise of kind {self.kind!r}")
         if self.kind == "true":
-            self._known = likelihood(risk)
+            self._known = as_likelihood(risk.loss_fn)
         else:
             risk.require_sample_mean(alone=False)
         if self.kind in BY_MOMENTS:
             risk = risk.with_constant_statistics()
             plan = structure_plan(risk, roots=False)
             if plan.gap or plan.whole:
-                reason = plan.gap or f"no rule gives those of {', '.join(plan.whole[:3])}"
+                reason = plan.gap or f"there is no rule for {', '.join(plan.whole[:3])}"
                 raise ValueError(
-                    f"noise of kind {self.kind!r} needs gradients of single samples, but {reason}: "
-                    "use kind='full', which does not need them"
+                    f"kind={self.kind!r} needs per-sample gradients, but {reason}: use "
+                    "kind='full', which does not"
                 )
             self._modules = plan.modules
         # The risk holds a copy of the parameters, which the other kinds do not need.
@@ -239,9 +243,9 @@ class StepNoise:
         else:
             signs = random_signs((1, count), self._own).to(outputs.device)
             column = sign_columns(self.adapter.loss_fn.call, point, target, signs)[0]
-            # On the device: reading the sum would wait for it.
+            # The sum stays on the device, because reading it would wait for the device.
             self._signs = self._signs + signs.sum(dtype=torch.float64)
-        # As small as the derivative of the mean loss, so that half precision has its range.
+        # Scaled like the derivative of the mean loss, so that half precision does not overflow.
         factor = scale / math.sqrt(count)
         names = list(self.params)
         gradients = torch.autograd.grad(
@@ -266,11 +270,11 @@ class StepNoise:
         return {k: piece.view_as(parts[k]) for k, piece in zip(parts, pieces, strict=True)}
 
     # --------------------------------------------------------------------------------------
-    # Second moments of the gradients of single samples.
+    # Second moments of per-sample gradients.
 
     @contextmanager
     def _hooks(self, receive: Callable[[str], Callable[[Tensor], None]] | None) -> Iterator[None]:
-        """Record calls of the modules; ``receive`` takes the derivatives of a backward pass."""
+        """Record calls of modules. ``receive(name)`` is called with the derivative in an output."""
         record = Pass(calls={name: [] for name in self._modules}, deltas={})
         self._pass = record
 
@@ -292,10 +296,11 @@ class StepNoise:
             yield
 
     def _pass_again(self, batch: Any, count: int, outputs: Tensor) -> None:
-        """Pass a batch again with constant statistics: train mode couples its samples.
+        """Evaluate the batch again with constant batch statistics and without dropout.
 
-        Dropout is off in this pass. Derivatives in the weights are not computed. Outputs of half
-        precision, with weights of another, are those of autocast, which this pass needs too.
+        The statistics of train mode couple the samples. Gradients in the weights are not computed.
+        If the outputs are in half precision and the weights are not, the step ran under autocast,
+        and so does this pass.
         """
         half = outputs.dtype in HALF and outputs.dtype != next(iter(self.params.values())).dtype
         cast: Any = torch.autocast(self.device.type, outputs.dtype) if half else nullcontext()
@@ -310,12 +315,12 @@ class StepNoise:
             self._add_moments(count, count)
 
     def _add_moments(self, count: int, factor: Any) -> None:
-        """Add the squares of the gradients of all samples of a piece."""
+        """Add the second moments of the gradients of all samples of a micro-batch."""
         found = {name for name, _, _ in self._pass.single()}
         if lost := sorted(set(self._modules) - found):
             raise ValueError(
-                f"noise of kind {self.kind!r} needs one call of each module per batch, but this "
-                f"does not hold for {lost[:3]}: use kind='full'"
+                f"kind={self.kind!r} needs exactly one call of each module per batch, but "
+                f"{lost[:3]} are not called once: use kind='full'"
             )
         # TF32 has more digits than half precision, and is several times as fast as float32.
         half = any(delta.dtype in HALF for delta in self._pass.deltas.values())
@@ -329,7 +334,7 @@ class StepNoise:
         if self.kind == "kfac":
             if name not in self._blocks:
                 self._blocks[name] = self._new_block(name)
-            # The derivative of a sample over root n, and n as weight: sums over samples.
+            # Sums over samples: the derivatives are divided by root n, and the weight is n.
             self._blocks[name].add(call, deltas * (factor / math.sqrt(count)), count, first=True)
             return
         if self.kind == "diagonal":
@@ -344,7 +349,7 @@ class StepNoise:
     def _new_roots(self, rows: float | Tensor) -> Roots:
         """Return square roots of the mean second moments over all processes.
 
-        There are none if half precision overflowed, which costs one look at the device.
+        The result is empty if half precision overflowed. This check waits for the device.
         """
         if self.kind == "kfac":
             blocks = {name: self._block(name, rows) for name in self._modules}
@@ -406,8 +411,8 @@ class StepNoise:
 
 
 def _unscaled(count: int, scale: Any) -> Any:
-    # The derivative of the mean over n samples, times what it was scaled by: zero for a piece
-    # whose labels are all ignored.
+    # The factor from derivatives of the scaled mean over n samples to those of single samples. It
+    # is zero for a micro-batch whose labels are all ignored.
     if isinstance(scale, Tensor):
         return torch.where(scale == 0, 0.0, count / scale)
     return count / scale
@@ -422,6 +427,6 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _widened(call: Call) -> Call:
-    """Return a call with arguments in half precision, as autocast makes them, in float32."""
+    """Return a call whose half-precision arguments, as autocast makes them, are in float32."""
     args, kwargs = tree_map_only(Tensor, _wide, (call.args, call.kwargs))
     return replace(call, args=args, kwargs=kwargs)

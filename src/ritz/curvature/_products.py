@@ -1,41 +1,67 @@
-"""Matrix-vector products that are means over batches, by the fastest way that works."""
+"""`Products`: matrix-vector products as sums over batches. Choice of engine, caching, chunking."""
 
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, TypedDict, final
+from typing import Any, Literal, TypedDict, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vmap
 from torch.nn.modules.conv import _ConvNd
 
-from ritz._core import entropy
+from ritz._core import cross_entropy
 from ritz._core.batches import tensors
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import (
     arithmetic,
-    batch_norms,
     differentiable,
     searched_convolutions,
-    without_fused_lstm,
 )
-from ritz.curvature._linearize import Linearization, Primal, nbytes, signature
-from ritz.curvature._modes import (
-    LIMITS,
-    Context,
-    Params,
-    attempt,
-    first_line,
-    without_warnings_of_torch,
-)
-from ritz.curvature._recorder import GuardError
+from ritz.curvature._formulas import written_out_recurrence
+from ritz.curvature._modes import attempt, first_line, without_warnings_of_torch
+from ritz.curvature._parameters import Context, Params
 from ritz.curvature._risk import Risk
-from ritz.operators import LinearOperator
+from ritz.curvature._tracing import GuardError, Linearization, Primal, nbytes, signature
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes that decide whether a product is traced, cached or computed in parts."""
+
+    # Bytes of cached primal parts on the CPU. On a GPU, half of the free memory is used.
+    cache: int = 2 * 2**30
+    # A trace takes as long as 20 to 40 gradients. Most data have batches of two shapes; padded text
+    # has one shape per length.
+    max_traces: int = 8
+    # Traces for batches of one shape. A model that reads a number which differs in every batch
+    # would otherwise be traced for each batch.
+    max_paths: int = 4
+    # Number of products with a batch from which a trace is worth its cost. Eager: 2.7 gradients per
+    # product. Traced: 30 gradients once, then 1.75 per product (GPT of 6 layers, ViT, BERT;
+    # benchmarks/models.py). The trace of a second shape pays off after 10 products: 0.37 s once
+    # against 0.04 s per product (8 and 3 texts).
+    repaid: int = 16
+    # Largest difference, in eps, between an eager product and that of a trace made for another
+    # number of samples. Correct products differ by up to 4 eps. A trace that contains a constant
+    # 1 / n of the first batch, with n up to 10,000, differs by more than 200.
+    alike: float = 200.0
+    # Batch sizes that occur in a smaller fraction of the batches, such as that of a shorter last
+    # batch, are not traced. The eager product with a small batch takes about as long as the traced
+    # product with a large one (GPT of 6 layers), so the total grows by a few per cent.
+    rare: float = 0.03
+    # Columns multiplied at once. On an H200, a column takes 1.1 ms in a block of 8 and 9.0 ms alone
+    # (MLP). On the CPU it takes 18 ms in both cases (benchmarks/results/products*.json).
+    block_size: int = 8
+    # Relative error allowed in float32 on a GPU, where products may be in TF32 (10 bits).
+    gpu_rtol: float = 0.05
+
+
+TUNING = Tuning()
 
 # The product of the matrix of one batch with one vector: (risk, params, context, vector).
 Column = Callable[[Risk, Params, Context, Params], Params]
@@ -47,7 +73,7 @@ ENGINES = ("auto", "linearized", "eager")
 
 
 class ProductOptions(TypedDict, total=False):
-    """Options of :class:`Products` that the functions which return an operator pass on."""
+    """Options of :class:`Products` that :func:`hessian` and similar functions pass on."""
 
     engine: EngineName
     compile: bool
@@ -56,21 +82,28 @@ class ProductOptions(TypedDict, total=False):
     num_products: int | None
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise unless all options are those of :class:`ProductOptions`."""
+    known = ProductOptions.__annotations__
+    if unknown := sorted(options.keys() - known.keys()):
+        raise TypeError(f"options must be among {', '.join(known)}, got {', '.join(unknown)}")
+
+
 @final
 @dataclass(slots=True)
 class Choice:
-    """How the products of one matrix are computed, and its traces.
+    """How the products of one matrix are computed, and the traces of the matrix.
 
-    All operators of a matrix at a risk, and at risks that differ from it in weights or data alone,
-    share one, so that each shape of batches is traced once.
+    A choice is shared by all operators of the same matrix at a risk, and at risks that differ from
+    it in weights or data alone. Each shape of batches is therefore traced once.
 
     Attributes:
         engine: ``auto`` until the first product has shown whether the model can be traced.
-        column: The way that was chosen.
+        column: The chosen way of computing the product of a batch with one vector.
         plan: The choice in words.
-        traces: By shape of the batch, one for each path through the model; an empty list if it is
-            not traceable.
-        any_rows: A trace that may serve other numbers of samples, and the signature of one sample.
+        traces: Lists of traces by :func:`signature` of the batch. A list has one trace per path
+            through the model, and is empty if the model cannot be traced at this signature.
+        any_rows: The signature of one sample, and a trace that may hold for any number of samples.
     """
 
     engine: EngineName
@@ -84,21 +117,24 @@ class Choice:
 class Products:
     r"""Products :math:`V \mapsto \sum_b w_b A_b V + \mu V` with the matrices of batches.
 
-    ``linearized`` traces a product once per shape of batch, and once for all numbers of samples if
-    their products agree, and splits the trace into a primal part, which does not depend on the
-    vector, and a tangent part. The primal part is cached while it fits
-    ``memory``; later products compute the tangent part alone. ``eager`` differentiates the model
-    again in every product. ``auto`` is ``linearized`` if the model can be traced and the trace
-    gives the same product, else ``eager``, with one warning. If a GPU runs out of memory, blocks
-    are cut into fewer columns, then batches into fewer samples.
+    ``linearized`` traces a product and splits the trace into a primal part, which does not depend
+    on the vector, and a tangent part. The primal part is cached while it fits into ``memory``, and
+    later products compute the tangent part alone. There is one trace per shape of batches. Batches
+    that differ in their number of samples share a trace if it gives the correct products.
+
+    ``eager`` differentiates the model again in every product. ``auto`` is ``linearized`` if the
+    model can be traced and the trace gives the same product. Otherwise it is ``eager``, with one
+    warning.
+
+    If a GPU runs out of memory, blocks are cut into fewer columns, then batches into fewer samples.
 
     Args:
         risk: The loss at a point.
         kind: Name of the matrix. Products of one kind at a risk share their traces.
-        ways: Names and functions for the product of one batch with one vector. The first one that
-            works is used.
-        reversed_if_eager: Use the second way, by reverse rules alone, on the CPU if the model is
-            not traced.
+        ways: Names and functions that compute the product of one batch with one vector. The first
+            one that works is used.
+        reversed_if_eager: On the CPU, use the second way (reverse mode alone) if the model is not
+            traced.
         engine: ``linearized``, ``eager`` or ``auto``.
         compile: Compile the traces, and search for the fastest convolutions on a GPU (seconds to
             minutes, at the first product).
@@ -107,9 +143,9 @@ class Products:
             where a block costs more than its columns, and for large outputs, such as those of a
             vocabulary.
         num_products: How many products will be computed, if that is known. With ``auto``, a model
-            is traced only if they repay it.
+            is traced only if this is faster for so many products.
         shift: The multiple :math:`\mu` of the identity.
-        extra: Further data of a batch, by the number of the batch.
+        extra: Returns additional data of a batch, such as drawn labels, by the index of the batch.
     """
 
     def __init__(
@@ -139,11 +175,11 @@ class Products:
         self.risk, self.shift, self.extra = risk, shift, extra
         if block_size is None:
             convolves = any(isinstance(module, _ConvNd) for module in risk.model.modules())
-            # A column of large outputs is work enough, and needs several copies of them.
+            # With large outputs, one column keeps the device busy and needs several copies of them.
             alone = (
                 convolves and not risk.theta.is_cuda
-            ) or risk.num_outputs > entropy.TUNING.large
-            block_size = 1 if alone else LIMITS.block_size
+            ) or risk.num_outputs > cross_entropy.TUNING.large
+            block_size = 1 if alone else TUNING.block_size
         self.block_size = block_size
         self._ways, self._compile = ways, compile
         self._memory = self._room = memory
@@ -151,15 +187,15 @@ class Products:
         self._must_trace = compile or engine == "linearized"
         self._reversed = reversed_if_eager and not risk.theta.is_cuda
         key = (kind, engine, compile)
-        # A trace that another operator made costs nothing.
+        # A trace that another operator made is used, however few products are wanted.
         if key not in risk.shared and engine == "auto" and not compile and num_products is not None:
-            # Products of single batches that one trace would compute.
+            # How many products of single batches one trace would compute.
             uses = num_products * max(map(risk.batch_rows.count, risk.batch_rows), default=0)
-            key = key if uses >= LIMITS.repaid else (kind, engine := "eager", compile)
+            key = key if uses >= TUNING.repaid else (kind, engine := "eager", compile)
         self._choice: Choice = risk.shared.setdefault(key, Choice(engine))
         self._cached: dict[tuple[int, int], Linear] = {}  # by batch and first sample
-        self._notes, self._num_traces = "", 0  # of this operator alone
-        self._chunk: int | None = None  # samples of a batch at once
+        self._notes, self._num_traces = "", 0  # not shared with other operators
+        self._chunk: int | None = None  # samples that are processed at once, if not a whole batch
 
     @property
     def _traces(self) -> dict[Any, list[Linearization]]:
@@ -174,10 +210,10 @@ class Products:
     def at(self, risk: Risk, *, extra: Callable[[int], Any] | None = None) -> "Products":
         """Return the products of another risk of the same model and loss, with the same traces.
 
-        Nothing is traced again for batches of known shapes: only the primal parts are computed.
+        For batches of known shapes, only the primal parts are computed again.
         """
         if reason := risk.mismatch(self.risk):
-            raise ValueError(f"risk must be one at which the same trace holds, but {reason}")
+            raise ValueError(f"risk must be of the same model, loss and modes, but {reason}")
         other = copy.copy(self)
         other.risk, other.extra = risk, extra or self.extra
         # Primal parts belong to a point and a batch; the choice with its traces is shared.
@@ -185,10 +221,10 @@ class Products:
         return other
 
     def matmat(self, block: Tensor) -> Tensor:
-        """Return the sum over the batches of all processes, with the shift: ``(n, k)``."""
+        """Return the product ``(n, k)``: the sum over batches and processes, and the shift."""
         total: Tensor | None = None
         for weight, product in self.each(block):
-            # The product of a batch is a new tensor, so the first one becomes the sum.
+            # The product of a batch is a new tensor, so the sum can be stored in the first one.
             total = product.T.mul_(weight) if total is None else total.add_(product.T, alpha=weight)
         if total is None:
             total = torch.zeros_like(block.T, memory_format=torch.contiguous_format)
@@ -214,7 +250,7 @@ class Products:
                 except (NotImplementedError, RuntimeError) as error:
                     if min(len(vectors), self.block_size) == 1:
                         raise
-                    # vmap lacks rules for some operations. Any other error comes up again.
+                    # vmap may lack a rule for an operation. Any other error is raised again.
                     self.block_size = 1
                     self._notes += f" (one column at a time: {first_line(error)})"
             yield weight, product.T
@@ -224,7 +260,7 @@ class Products:
         if self._chunk is None or size <= self._chunk:
             return self._part(vectors, (index, 0), context)
         total = torch.zeros_like(vectors)
-        # A_b = sum_p (n_p / n_b) A_p over the parts p of the batch, as its loss is a mean.
+        # The loss of a batch is a mean, so A_b = sum_p (n_p / n_b) A_p over its parts p.
         for start in range(0, size, self._chunk):
             stop = min(start + self._chunk, size)
             product = self._part(vectors, (index, start), context.rows(slice(start, stop)))
@@ -237,7 +273,7 @@ class Products:
             if len(vectors) in (1, self.block_size):
                 return multiply(vectors)
             product = torch.empty_like(vectors)
-            # Full blocks, then single columns: two traces serve every number of columns.
+            # Full blocks, then single columns, so that two widths serve any number of columns.
             full, rest = divmod(len(vectors), self.block_size)
             widths = [self.block_size] * full + [1] * rest
             for part, columns in zip(product.split(widths), vectors.split(widths), strict=True):
@@ -253,7 +289,7 @@ class Products:
             with without_warnings_of_torch():
                 choice.column, primal = self._choose(context)
         if choice.engine == "eager" and choice.plan.startswith(PLAIN):
-            self.block_size = 1  # vmap does not enter autograd
+            self.block_size = 1  # vmap does not support torch.autograd.grad
         found = self._trace(choice.column, context) if primal is None else (
             self._traces[signature(context)][-1], primal)  # fmt: skip
         if found is None:
@@ -262,7 +298,7 @@ class Products:
         linear = partial(trace.tangent, primal)
         theta = self.risk.theta
         if self._room is None:
-            free = torch.cuda.mem_get_info(theta.device)[0] // 2 if theta.is_cuda else LIMITS.cache
+            free = torch.cuda.mem_get_info(theta.device)[0] // 2 if theta.is_cuda else TUNING.cache
             self._room = int(free)
         size = nbytes(primal, beside=[theta, *tensors(context)])
         if size <= self._room:
@@ -271,21 +307,28 @@ class Products:
         return linear
 
     def _eager(self, column: Column, context: Context, vectors: Tensor) -> Tensor:
-        """Differentiate the model again: the product with ``k`` vectors, ``(k, n)``."""
+        """Differentiate the model again. Return the products with ``k`` vectors, ``(k, n)``."""
         multiply = partial(self._multiply, column, point=(self.risk.params, context))
-        with self.risk.settings(), _written_out_recurrence(self.risk):
+        with self._derivatives_exist():
             if len(vectors) == 1:
                 return multiply(vectors[0]).unsqueeze(0)
             return vmap(multiply)(vectors).contiguous()
+
+    @contextmanager
+    def _derivatives_exist(self) -> Iterator[None]:
+        """Set the modes in which the model can be differentiated twice."""
+        recurrence = written_out_recurrence(self.risk.model, self.risk.theta.device)
+        with self.risk.settings(), recurrence:
+            yield
 
     def _multiply(self, column: Column, vector: Tensor, point: tuple[Params, Context]) -> Tensor:
         space = self.risk.space
         return space.flatten(column(self.risk, *point, space.unflatten(vector))).detach()
 
-    # The choice of a way: at the first product, on the first batch.
+    # The choice of a way, in the first product and on the first batch.
 
     def _choose(self, context: Context) -> tuple[Column, list[Primal] | None]:
-        """Choose the way and the engine. Return the way, and the primal part if it was traced."""
+        """Choose way and engine. Return the way, and the primal part if the model was traced."""
         theta, rng = self.risk.theta, torch.Generator().manual_seed(0)
         u = _as_large(theta)
         v = torch.randn(theta.shape, generator=rng, dtype=torch.float64).to(theta)
@@ -315,29 +358,29 @@ class Products:
             kind = "linearized and compiled" if self._compile else self._choice.engine
             self._choice.plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
             return column, primal
-        with suppress(NotImplementedError, RuntimeError):  # the gradient may fail as well
+        with suppress(NotImplementedError, RuntimeError):  # the gradient may fail too
             self.risk.diagnose()
         raise RuntimeError("the loss cannot be differentiated twice: " + "; ".join(problems))
 
     def _warn_if_slow(self, no_trace: str, batches: str = "") -> None:
-        """Warn, once for a risk and all that are made from it, if the model cannot be traced."""
+        """Warn once for a risk and all risks derived from it if the model cannot be traced."""
         if not no_trace or self.risk.warned:
             return
         self.risk.warned.append(no_trace)
         # Measured on the CPU: GPT-2, BERT, ViT, MLP and convolutions; see hessian().
         warnings.warn(
             f"{type(self.risk.model).__name__} cannot be traced{batches}, so each product "
-            "evaluates and differentiates it again, which costs 2 to 4 gradients, instead of 1 to "
-            "2 for a traced model. What prevents it is usually code in forward() that leaves torch "
-            "or depends on values: .item(), .numpy(), packed sequences, masks as indices. Pass "
-            f"engine='eager' to accept it without this warning. The reason: {no_trace}",
+            "evaluates and differentiates it again. This costs 2 to 4 gradients, instead of 1 to 2 "
+            "for a traced model. The usual cause is code in forward() that leaves torch or depends "
+            "on values: .item(), .numpy(), packed sequences, masks as indices. Pass "
+            f"engine='eager' to silence this warning. The reason: {no_trace}",
             stacklevel=2,
         )
 
     def _second_way(
         self, context: Context, u: Tensor, Au: Tensor, first: tuple[str, Column]
     ) -> tuple[str, Column]:
-        """Return the second way if it gives the product ``Au`` of the first way as well."""
+        """Return the second way if it gives the product ``Au`` of the first way, else the first."""
         name, column = self._ways[1]
         multiply = partial(self._eager, column, context, u[None])
         product, problem = attempt(multiply, NotImplementedError, RuntimeError)
@@ -347,10 +390,10 @@ class Products:
     def _checked_trace(
         self, column: Column, context: Context, u: Tensor, Au: Tensor, v: Tensor
     ) -> list[Primal]:
-        """Trace the way, and return the primal part of the batch, or raise if a product is wrong.
+        """Trace the way. Return the primal part of the batch, or raise if a product is wrong.
 
-        The trace must give the eager product ``Au``. Symmetry is checked between that product and
-        one of the trace, so that the model is not evaluated a third time.
+        The trace must reproduce the eager product ``Au``. Symmetry is checked with this product and
+        a product ``Av`` of the trace, so that no second eager product is needed.
         """
         key, primal = signature(context), None
         if part := self._prime_part(context):
@@ -365,7 +408,7 @@ class Products:
                 primal = trace.primal((self.risk.params, context))
             product, Av = (trace.tangent(primal, vector[None])[0] for vector in (u, v))
         gap, size = float((product - Au).norm()), float(Au.norm())
-        # A direct product with NaN is reported later, with the batch that causes it.
+        # An eager product with NaN is reported later, together with the batch that causes it.
         if not is_below(gap, _rtol(u) * size) and math.isfinite(size):
             raise ArithmeticError(f"the traced product differs by {gap / size:.1g}")
         if problem := _asymmetry(u, Au, v, Av):
@@ -374,11 +417,11 @@ class Products:
         return primal
 
     def _trace(self, column: Column, context: Context) -> tuple[Linearization, list[Primal]] | None:
-        """Return a trace that holds for a batch and its primal part, or ``None`` if it is eager."""
+        """Return a trace that holds for a batch, and its primal part. ``None`` if there is none."""
         if self._choice.engine == "eager":
             return None
         point, traces = (self.risk.params, context), self._traces
-        # Other values may lead through parts of the model that cannot be traced.
+        # Other values may take a path through the model that cannot be traced.
         kinds = () if self._must_trace else (Exception,)
         key, problem = attempt(partial(signature, context), *kinds)
         known = traces.get(key)
@@ -390,10 +433,10 @@ class Products:
             return served
         if known == [] or (known is None and self._is_rare(context)):
             return None
-        if not problem and len(known or ()) >= LIMITS.max_paths:
-            problem = f"one shape takes more than {LIMITS.max_paths} paths through the model"
-        elif not problem and self._num_traces >= LIMITS.max_traces:
-            problem = f"there are more than {LIMITS.max_traces} shapes"
+        if not problem and len(known or ()) >= TUNING.max_paths:
+            problem = f"one shape takes more than {TUNING.max_paths} paths through the model"
+        elif not problem and self._num_traces >= TUNING.max_traces:
+            problem = f"there are more than {TUNING.max_traces} shapes"
         if not problem:
             trace, problem = attempt(partial(self._linearize, column, context), *kinds)
         if problem:
@@ -407,15 +450,18 @@ class Products:
         return trace, trace.primal(point)
 
     def _is_rare(self, context: Context) -> bool:
-        """Return whether so few batches have this size that a trace would not repay."""
+        """Return whether so few batches have this size that a trace would not save time."""
         rows = self.risk.batch_rows
         count = rows.count(context.size)
         uses = math.inf if self._num_products is None else self._num_products * count
-        return not self._must_trace and (count < LIMITS.rare * len(rows) or uses < LIMITS.repaid)
+        return not self._must_trace and (count < TUNING.rare * len(rows) or uses < TUNING.repaid)
 
     def _prime_part(self, context: Context) -> Context | None:
-        """Return a prime number of samples, if the trace of them may serve all sizes of batches."""
-        # The variance of a batch, with its n - 1, makes batch norm in train mode fail.
+        """Return a prime number of samples whose trace may hold for any number, or ``None``.
+
+        See :func:`ritz.curvature._tracing._replace_rows`.
+        """
+        # In train mode the unbiased variance has the count n - 1, which is not a multiple of n.
         same = len(set(self.risk.batch_rows)) == 1
         if self._compile or same or not self.risk.separable:
             return None
@@ -430,7 +476,7 @@ class Products:
     def _resized(
         self, column: Column, context: Context
     ) -> tuple[Linearization, list[Primal]] | None:
-        """Return the trace of another number of samples if it gives the product of a batch."""
+        """Return the trace ``any_rows`` and its primal part if it gives the product of a batch."""
         kind, trace = self._choice.any_rows or (None, None)
         if trace is None or kind != _of_one_sample(context):
             return None
@@ -441,28 +487,31 @@ class Products:
     def _compared(
         self, trace: Linearization, context: Context, u: Tensor, Au: Tensor
     ) -> list[Primal] | None:
-        """Return the primal part at another number of samples, or ``None`` if its product is wrong.
+        """Return the primal part for a number of samples, or ``None`` if its product is wrong.
 
-        Stricter than the check of a trace: a size that was taken for a constant may change the
-        product by little.
+        The tolerance is stricter than in :meth:`_checked_trace`, because a size that the trace
+        treats as a constant may change the product by little.
         """
 
         def compute() -> list[Primal]:
             with arithmetic(self.risk.precision):
                 primal = trace.primal((self.risk.params, context), context.size)
                 gap = float((trace.tangent(primal, u[None])[0] - Au).norm())
-            if not is_below(gap, LIMITS.alike * torch.finfo(u.dtype).eps * float(Au.norm())):
+            if not is_below(gap, TUNING.alike * torch.finfo(u.dtype).eps * float(Au.norm())):
                 raise ArithmeticError
             return primal
 
-        # Wrong sizes can raise any error.
+        # A wrong size can raise any error.
         primal: list[Primal] | None = attempt(compute, Exception)[0]
         return primal
 
     def _linearize(self, column: Column, context: Context, rows: int = 0) -> Linearization:
         point = (self.risk.params, context)
         self._num_traces += 1
-        settings, recurrence = self.risk.settings(), _written_out_recurrence(self.risk)
+        settings, recurrence = (
+            self.risk.settings(),
+            written_out_recurrence(self.risk.model, self.risk.theta.device),
+        )
         with settings, recurrence, without_warnings_of_torch():
             return Linearization(
                 partial(self._multiply, column),
@@ -473,7 +522,7 @@ class Products:
             )
 
     def _cut(self, width: int, size: int, error: Exception) -> None:
-        """Make blocks narrower, then batches shorter. Raise ``error`` if neither is possible."""
+        """Halve the block, then the batch. Raise ``error`` if neither is possible."""
         self._cached.clear()
         self._room = 0
         if min(width, self.block_size) > 1:
@@ -487,73 +536,27 @@ class Products:
         torch.cuda.empty_cache()
 
 
-# Draws the further data of an operator, such as labels, for the batches of a risk.
-Draw = Callable[[Risk, torch.Generator | None], Callable[[int], Any]]
-
-
-class CurvatureOperator(LinearOperator):
-    """A matrix of a risk that is a mean over batches. ``products`` computes its products."""
-
-    matrix: ClassVar[str]
-
-    def __init__(self, products: Products, draw: Draw | None = None) -> None:
-        risk, self._draw = products.risk, draw
-        n, dtype, device = risk.space.size, risk.theta.dtype, risk.theta.device
-        super().__init__(n, dtype=dtype, device=device, block_size=products.block_size)
-        self.risk, self.products, self._detail = risk, products, repr(risk)
-        self.origin["matrix"] = self.matrix
-        if batch_norms(risk.model):
-            self.origin["batch_norm"] = risk.batch_norm
-
-    def at(self, risk: Risk, *, generator: torch.Generator | None = None) -> "CurvatureOperator":
-        """Return the same matrix of another risk: at new weights, on another batch, or both.
-
-        Its products use the traces of this operator, so that only the primal parts, about a
-        gradient per batch, are computed again. What the model keeps outside its parameters,
-        buffers and batches must not have changed.
-
-        Args:
-            risk: A risk of the same model, loss and modes, such as :meth:`Risk.moved` returns.
-            generator: Source of the labels of a Monte Carlo Fisher matrix.
-        """
-        extra = None if self._draw is None else self._draw(risk, generator)
-        return type(self)(self.products.at(risk, extra=extra), self._draw)
-
-    def _matmat(self, block: Tensor) -> Tensor:
-        return self.products.matmat(block)
-
-
 def _of_one_sample(context: Context) -> Any:
-    """Return what batches of the same kind and other numbers of samples have in common."""
+    """Return the signature of one sample, which batches of different lengths have in common."""
     return signature(context.rows(slice(0, 1)))
 
 
 def _as_large(theta: Tensor) -> Tensor:
-    """Return a vector as large as the weights: an error can then be told from roundoff."""
+    """Return a vector of the size of the weights, so that errors exceed the roundoff."""
     return theta + theta.abs().mean()
 
 
 def _asymmetry(u: Tensor, Au: Tensor, v: Tensor, Av: Tensor) -> str:
-    # u'Av = v'Au. Some double derivatives of torch are wrong, and then this does not hold.
+    # u'Av = v'Au for a symmetric matrix. Some second derivatives of torch are wrong and violate it.
     gap = abs(float(v @ Au - u @ Av))
     size = float(v.norm() * Au.norm() + u.norm() * Av.norm())
-    # Products with NaN are reported with the batch that causes it.
+    # Products with NaN are reported elsewhere, together with the batch that causes it.
     alike = is_below(gap, _rtol(u) * size) or not math.isfinite(size)
     return "" if alike else f"the product is not symmetric, by {gap / size:.1g}"
 
 
-def _written_out_recurrence(risk: Risk) -> AbstractContextManager[Any]:
-    """Return a context in which an LSTM has the second derivative that costs least.
-
-    That of the kernel of oneDNN, by reverse rules alone, goes through time once more, with a
-    quarter more arithmetic. A gradient takes half the time with it, so it stays there.
-    """
-    lstm = any(isinstance(module, nn.LSTM) for module in risk.model.modules())
-    return without_fused_lstm() if lstm and not risk.theta.is_cuda else nullcontext()
-
-
 def _rtol(like: Tensor) -> float:
     if like.is_cuda and like.dtype == torch.float32:
-        return LIMITS.gpu_rtol
-    # 1.5e-7 in float64. The wrong derivatives of torch in the tests differ by 1e-4 and more.
+        return TUNING.gpu_rtol
+    # 1.5e-7 in float64. The wrong derivatives of torch in the tests are off by 1e-4 and more.
     return float(10 * torch.finfo(like.dtype).eps ** 0.5)

@@ -1,4 +1,4 @@
-"""A model, a loss and data at one point in weight space."""
+"""`Risk`: a model, a loss and data at one point in weight space; checks of model and loss."""
 
 import copy
 import math
@@ -14,6 +14,13 @@ from torch.func import functional_call, grad
 from torch.nn import functional
 
 from ritz._core import modes
+from ritz._core.batch_norm import (
+    BATCH_NORM_MODES,
+    BatchNormMode,
+    batch_norms,
+    evaluating,
+    recomputed_statistics,
+)
 from ritz._core.batches import Batch, is_rows, join_rows, num_rows, take_rows, tensors
 from ritz._core.checks import (
     check_choice,
@@ -24,30 +31,18 @@ from ritz._core.checks import (
     check_type,
     is_below,
 )
-from ritz._core.distributed import Group, all_sum, rank, world_size
-from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_norms, unwrapped
+from ritz._core.distributed import Group, all_sum, rank, unwrapped, world_size
+from ritz._core.modes import Precision
 from ritz._core.params import ParamSpace
 from ritz._core.progress import Progress
 from ritz.curvature import _losses as losses
+from ritz.curvature import _parameters as parameters
+from ritz.curvature._adapter import Adapter, Forward, inputs_error, recognized_loss
 from ritz.curvature._batches import Batches, move_batch
-from ritz.curvature._losses import FORWARD, Adapter, Forward, LossFunction, check_labels, known_loss
-from ritz.curvature._modes import (
-    LIMITS,
-    UNSUITABLE,
-    Context,
-    Params,
-    Selection,
-    WrittenOut,
-    as_leaves,
-    attempt,
-    attributes_restored,
-    copy_state,
-    derivatives,
-    draw_masks,
-    product_modes,
-    restore_buffers,
-    select_names,
-)
+from ritz.curvature._formulas import FormulaDetector
+from ritz.curvature._losses import LossFunction, check_labels, known_loss
+from ritz.curvature._modes import UNSUITABLE, attempt, product_modes
+from ritz.curvature._parameters import Context, Params, Selection
 
 Sharing = Literal["split", "own", "none"]
 NOT_A_MEAN = "the loss of a batch must be the mean of the losses of its samples, but it is not"
@@ -59,18 +54,20 @@ class Risk:
 
     .. math:: L(\theta) = \frac{1}{N} \sum_i \ell_i(\theta) + \frac{\mu}{2} \|\theta\|^2
 
-    Parameters and buffers are copied. The model is never changed: not its weights, its running
-    statistics or its mode. Memory: one vector of parameters, the buffers, and up to 4 GiB of data,
-    read once. Data beyond that are loaded again in every pass; a checksum detects changes.
+    Parameters and buffers are copied. The model is never changed: its weights, its running
+    statistics and its mode stay as they are. Memory: one vector of parameters, the buffers, and up
+    to 4 GiB of data. Data beyond that are loaded again in every pass, and a checksum detects
+    changes.
 
     Args:
-        model: Any module. ``torch.compile`` and DDP are unwrapped, also from names of parameters.
+        model: Any module. Wrappers of ``torch.compile`` and DDP are removed, also from the names of
+            parameters.
         loss_fn: Takes outputs and target of a batch, returns the *mean* loss over its samples. Any
             callable, such as ``torch.nn.functional.cross_entropy``. ``None`` if the model returns
-            its own loss, as Hugging Face models do. If the first batch shows that this loss is the
-            cross-entropy of ``logits`` and ``labels``, shifted by a token or not, the Gauss-Newton
-            and Fisher matrices are known as well, and a batch is weighted by its labels that are
-            not ignored (-100).
+            its own loss, as Hugging Face models do. If this loss equals the cross-entropy of
+            ``logits`` and ``labels`` on the first batch, with or without a shift by one token, the
+            Gauss-Newton and Fisher matrices are available too, and a batch is weighted by its
+            number of labels that are not ignored (-100).
         data: A ``DataLoader`` or list of batches, each ``(*inputs, target)`` or a dictionary of
             keyword arguments with ``labels`` as target; or all samples as a tuple or dictionary of
             tensors. The order must be the same in every pass: pass ``freeze=True`` with a loader
@@ -79,19 +76,20 @@ class Risk:
             ``recomputed`` (running statistics recomputed over these data at this point).
         params: Parameters with respect to which derivatives are taken: a regular expression that
             matches the beginning of a name (``layer3``, ``.*bias``), a list of names, or a function
-            of the name. Defaults to all that require a gradient. Others cannot be chosen.
-        forward: Takes the model and a batch, returns ``(outputs, target)``. For batches of other
-            forms.
+            of the name. Defaults to all that require a gradient. Frozen parameters cannot be
+            selected.
+        forward: Takes the model and a batch, returns ``(outputs, target)``. Pass it if batches have
+            another form.
         l2: The coefficient :math:`\mu`, like ``weight_decay`` of SGD. It enters loss, gradient,
             Hessian and Gauss-Newton matrix. Defaults to 0.
         dropout: ``off`` (the default), or ``fixed``: dropout layers use one mask per batch, the
             same in every pass. Dropout inside attention and recurrent layers stays off.
         batch_size: Samples per batch if ``data`` holds all samples at once. Defaults to 512.
             Required for ``batch_norm="train"``, as the loss then depends on it.
-        freeze: Keep the batches of the first pass in memory, also if a loader shuffles or augments.
+        freeze: Keep the batches of the first pass in memory. Loaders may then shuffle or augment.
         max_samples: Use a random subset of at most this many samples (rows of tensors), drawn once
-            by ``seed`` and kept in memory. A loader whose samples have numbers fetches these alone;
-            any other one is read once. With ``sharing="own"``, each process draws its part.
+            with ``seed`` and kept in memory. A loader with a map-style dataset loads only these
+            samples; other data are read once. With ``sharing="own"``, each process draws its part.
         count: Function that takes a batch and returns its number of samples, which is its weight
             in the mean. Defaults to the length of the first tensor. For a loss that averages over
             tokens, return the number of tokens that are not ignored.
@@ -109,8 +107,8 @@ class Risk:
             ``named_parameters()``.
         space: Their names and shapes.
         num_samples: :math:`N`, over all processes.
-        shared: Traces that all operators of this risk, of its ``at()``, ``batch()`` and
-            ``samples()``, have in common.
+        shared: Traces, shared by all operators of this risk and of the risks that its ``at()``,
+            ``batch()`` and ``samples()`` return.
         linear_loss: Whether the loss is linear in the outputs of the first batch, so that its
             Gauss-Newton matrix is zero.
     """
@@ -143,27 +141,29 @@ class Risk:
         check_choice("dropout", dropout, ("off", "fixed"))
         check_choice("sharing", sharing, ("split", "own", "none"))
         check_range("l2", l2, low=0.0)
+        check_count("seed", seed, low=0)
         losses.check_reduction(loss_fn)
         # Compiled code has no second derivatives; the products are those of the plain model.
         self.model, self.loss_fn = (model := unwrapped(model)), loss_fn
         self.batch_norm, self.dropout, self.l2, self.seed = batch_norm, dropout, float(l2), seed
         self.sharing, self.group, self.precision = sharing, group, precision
-        self.warned: list[str] = []  # shared with risks made from this one
+        self.warned: list[str] = []  # shared with all risks derived from this one
         self._written: list[str] = []  # buffers that the model writes to, such as counters
-        self._formulas = False  # operations are written out
-        self._constant = False  # statistics of a batch are constants for derivatives
+        self._formulas = False  # whether operations are replaced by those of _formulas.py
+        self._constant = False  # whether derivatives treat batch statistics as constants
         self.adapter = Adapter(model, loss_fn, forward)
-        self.space, self.theta, self._constants, cast = copy_state(model, params, precision)
-        # How batches are read; other data are read in the same way.
+        self.space, self.theta, self._constants, cast = parameters.copy_state(
+            model, params, precision
+        )
+        # How batches are read, here and in moved().
         self._reading: dict[str, Any] = {
             "freeze": freeze,
-            "memory": LIMITS.data,
             "count": count if count or loss_fn or forward else self._count_terms,
             "device": self.space.device,
             "dtype": cast,
             "share": (rank(group), world_size(group)) if sharing == "split" else (0, 1),
         }
-        self._recognized = False  # whether the model's own loss was looked at
+        self._recognized = False  # whether recognized_loss() was called
         if max_samples is not None and sharing == "own":
             max_samples = check_count("max_samples", max_samples, low=world_size(group))
             max_samples = len(range(rank(group), max_samples, world_size(group)))
@@ -171,7 +171,7 @@ class Risk:
         self._check_batch_norm(batch_norm)
         self._statistics: Params | None = None
         self._sample_gaps: dict[bool, str] = {}
-        # How the products of each matrix are computed: the same at other weights and batches.
+        # How the products of each matrix are computed. It stays valid at other weights and batches.
         self.shared: dict[Any, Any] = {}
         self.linear_loss = False
         self._outputs: Any = None  # outputs of one sample, to check labels against
@@ -179,17 +179,18 @@ class Risk:
         self._check_held_labels()
 
     def _count_terms(self, batch: Batch) -> int:
-        """Return the weight of a batch of a model that returns its loss: its labels, or its rows.
+        """Return the weight of a batch for a model that returns its loss.
 
-        The first batch shows how the model computes the loss; see :func:`recognized_loss`.
+        This is the number of labels that are not ignored if :func:`recognized_loss` recognizes a
+        loss over tokens, and the number of rows otherwise.
         """
         if not self._recognized:
             self._recognized = True
             here = move_batch(batch, self.space.device, self._reading["dtype"])
             with torch.no_grad(), self.settings():
                 call = partial(functional_call, self.model, self.params | self._constants, ())
-                # A model that cannot be called in this way fails later, with a better message.
-                own = losses.recognized_loss(
+                # If the model cannot be called in this way, a later check has a better message.
+                own = recognized_loss(
                     lambda keywords: attempt(partial(call, keywords), *UNSUITABLE)[0], here
                 )
             if own is not None:
@@ -204,7 +205,7 @@ class Risk:
         total = torch.tensor(sum(self._batches.sizes), device=self.space.device)
         self.num_samples = int(all_sum(total, self.group) if self.sharing == "own" else total)
         self._mask_shapes: dict[Any, list[tuple[tuple[int, ...], float]]] = {}
-        self._first = 0  # number of the first batch, which seeds its masks
+        self._first = 0  # index of the first batch, from which dropout masks are seeded
 
     # Loss and gradient
 
@@ -230,11 +231,11 @@ class Risk:
 
     def batch_gradient(self, context: Context) -> tuple[Tensor, Tensor]:
         """Return gradient ``(P,)`` and loss of one batch, without L2. Needs :meth:`settings`."""
-        # Plain autograd: torch.func refuses packed sequences, checkpoints and older functions.
+        # Plain autograd: torch.func lacks packed sequences, checkpoints and old autograd functions.
         with modes.recording():
-            leaves = as_leaves(self.params)
+            leaves = parameters.as_leaves(self.params)
             value = self.batch_loss(leaves, context)
-            gradient = derivatives(value, leaves)
+            gradient = parameters.derivatives(value, leaves)
         return self.space.flatten(gradient).detach(), value.detach()
 
     def evaluate(self, params: Params, context: Context) -> tuple[Any, Any]:
@@ -243,7 +244,7 @@ class Risk:
         # Every call finds the buffers as they were.
         state |= {f"model.{name}": context.constants[name].clone() for name in self._written}
         masked = modes.masked_dropout(self.model, context.masks)
-        with attributes_restored(self.model), masked:
+        with parameters.attributes_restored(self.model), masked:
             pair: tuple[Any, Any] = functional_call(self.adapter, state, (context.batch,))
         return pair
 
@@ -259,19 +260,19 @@ class Risk:
 
         With ``batch_norm="recomputed"``, the statistics are recomputed at the new point.
         """
-        dtype, device = self.theta.dtype, self.theta.device
-        check_tensor("theta", theta, dtype=dtype, device=device, rows=len(self.theta))
-        if theta.ndim != 1:
-            raise ValueError(f"theta must be one vector, got {tuple(theta.shape)}")
+        size, dtype, device = self.space.size, self.theta.dtype, self.theta.device
+        if isinstance(theta, Tensor) and theta.shape != (size,):
+            raise ValueError(f"theta must be ({size},), got {tuple(theta.shape)}")
+        check_tensor("theta", theta, dtype=dtype, device=device, rows=size, like="the risk")
         with modes.outside_inference():
             return self._changed(theta=theta.detach().clone(), shared=self.shared)
 
     def moved(self, data: Any = None, *, batch_size: int | None = None) -> "Risk":
         """Return the risk at the current weights of the model, on the same or on other data.
 
-        It costs a copy of the weights and buffers: the model is not evaluated, as it is when a risk
-        is created. With ``op.at(risk.moved(batch))`` nothing is traced again either. The parameters
-        with respect to which derivatives are taken are those of this risk.
+        It costs a copy of the weights and buffers. In contrast to ``Risk(...)``, the model is not
+        evaluated, and with ``op.at(risk.moved(batch))`` it is not traced again either. The selected
+        parameters are those of this risk.
 
         Args:
             data: Data in any form that the class takes. Defaults to the data of this risk.
@@ -279,7 +280,7 @@ class Risk:
         """
         names = list(self.space.shapes)
         with modes.outside_inference():
-            space, theta, constants, _ = copy_state(self.model, names, self.precision)
+            space, theta, constants, _ = parameters.copy_state(self.model, names, self.precision)
             other = self._changed(space=space, theta=theta, _constants=constants)
         for name, value in other.params.items():
             check_finite(f"parameter {name!r}", value)
@@ -290,7 +291,7 @@ class Risk:
         return other
 
     def mismatch(self, other: "Risk") -> str:
-        """Return why a product traced for another risk is not one of this risk, ``""`` if it is."""
+        """Return why a trace of another risk is not valid for this one, or ``""`` if it is."""
         same = {
             "model": self.model is other.model,
             "loss_fn": self.loss_fn is other.loss_fn,
@@ -311,10 +312,10 @@ class Risk:
         return self._changed(batch_norm=mode)
 
     def with_constant_statistics(self) -> "Risk":
-        """Return a risk whose batch norms take the statistics of each batch as constants.
+        """Return a risk whose derivatives treat the batch statistics of batch norm as constants.
 
-        Loss and outputs stay the same. The gradient of a sample is that of its own loss at these
-        statistics, so samples can be separated in train mode too.
+        Loss and outputs stay the same. The gradient of a sample then depends on its own loss alone,
+        so that per-sample gradients exist in train mode too.
         """
         return self if self.separable else self._changed(_constant=True)
 
@@ -323,8 +324,8 @@ class Risk:
         return self._changed(l2=0.0, shared=self.shared)
 
     def on(self, params: Selection) -> "Risk":
-        """Return the risk as a function of some of its parameters, with the others constant."""
-        names = select_names(list(self.space.shapes), params)
+        """Return the risk as a function of some of its parameters. The others are constant."""
+        names = parameters.select_names(list(self.space.shapes), params)
         constants = self.params
         values = {name: constants.pop(name) for name in names}
         space = ParamSpace(values)
@@ -333,7 +334,7 @@ class Risk:
         return self._changed(space=space, theta=theta, _constants=self._constants | constants)
 
     def batch(self, index: int) -> "Risk":
-        """Return the risk of one batch of this process, for this process alone."""
+        """Return the risk of one batch. The batch must belong to this process."""
         for number, batch in self._batches:
             if number == index:
                 other = self._on_batches([batch])
@@ -342,7 +343,7 @@ class Risk:
         raise IndexError(f"index must be between 0 and {self.num_batches - 1}, got {index}")
 
     def samples(self, indices: Tensor, *, batch_size: int = 512) -> "Risk":
-        """Return the risk of some samples, by their position in the order of the data.
+        """Return the risk of the samples with these indices, in the order of the data.
 
         The data must be in memory. Not available with ``batch_norm="train"`` or
         ``dropout="fixed"``.
@@ -364,7 +365,7 @@ class Risk:
 
     @property
     def params(self) -> Params:
-        """The chosen parameters by name, as views of ``theta``."""
+        """The selected parameters by name, as views of ``theta``."""
         return self.space.unflatten(self.theta)
 
     @property
@@ -374,17 +375,17 @@ class Risk:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Number of samples in each batch, as ``count`` counts them."""
+        """Number of samples in each batch, according to ``count``."""
         return self._batches.sizes
 
     @property
     def batch_rows(self) -> list[int]:
-        """Number of samples in each batch that can be taken apart, one per row."""
+        """Number of rows in each batch. A row is a sample that can be separated from the others."""
         return self._batches.rows
 
     @property
     def num_outputs(self) -> int:
-        """Number of outputs of the largest batch of this process; 0 if they are not a tensor."""
+        """Number of outputs for the largest batch; 0 if the outputs are not a tensor."""
         return 0 if self._outputs is None else self._outputs.numel() * max(self.batch_rows)
 
     @property
@@ -393,25 +394,25 @@ class Risk:
         if self._constant:
             return True
         layers = batch_norms(self.model).values()
-        # A layer without running statistics uses those of the batch in every mode.
+        # A layer without running statistics uses those of the batch in eval mode too.
         return all(self.batch_norm != "train" and n.running_mean is not None for n in layers)
 
     def require_separable(self, caller: str) -> None:
         """Raise if the samples of a batch depend on each other."""
         if not self.separable:
-            wanted = "batch_norm='eval' or 'recomputed'"
-            raise ValueError(f"{caller} needs {wanted}, got 'train': samples depend on each other")
+            wanted = "batch_norm='eval' or 'recomputed' and running statistics"
+            raise ValueError(f"{caller} needs {wanted}, got batch norm that couples samples")
 
     def sample_gap(self, *, alone: bool) -> str:
         """Return why the loss of a batch is not the mean over its samples, or ``""`` if it is.
 
-        All batches of this process are compared once, and the answer is cached. This costs one
+        The result is cached. The check goes through all batches of this process once. It costs one
         forward pass, or one gradient per sample if the outputs do not have one row per sample.
 
         Args:
             alone: If true, the loss of a sample is the loss of a batch of this sample alone. If
-                false, the samples of cross-entropy are weighted by their numbers of labels that are
-                not ignored, which gives the loss of the batch as their mean.
+                false, the losses of cross-entropy are weighted by the number of labels of a sample
+                that are not ignored, so that their mean is the loss of the batch.
         """
         if alone not in self._sample_gaps:
             self._sample_gaps[alone] = _sample_gap(self, alone)
@@ -420,7 +421,7 @@ class Risk:
     def require_sample_mean(self, *, alone: bool) -> None:
         """Raise, in all processes, unless the loss of each batch is the mean over its samples."""
         gap = self.sample_gap(alone=alone)
-        # Summed, so that all processes raise if one does: the others would wait for it forever.
+        # If one process raised alone, the others would wait for it forever: all raise together.
         flag = torch.tensor(float(bool(gap)), device=self.theta.device)
         if float(self.sum_over_processes(flag)):
             raise ValueError(gap or f"{NOT_A_MEAN}, in another process")
@@ -428,19 +429,17 @@ class Risk:
     def join_batches(self) -> tuple[Batch, int]:
         """Return all samples of this process as one batch, with their number."""
         if not self._batches.held:
-            raise ValueError("data must be in memory to choose samples: pass freeze=True")
+            raise ValueError("data must be in memory to select samples: pass freeze=True")
         numbers, batches = zip(*self._batches, strict=True)
         sizes = [self.batch_rows[number] for number in numbers]
         return join_rows(batches, sizes), sum(sizes)
 
-    def contexts(self) -> Iterator[tuple[int, Context, float]]:
-        """Yield number, context and weight of each batch of this process, in a fixed order.
+    def contexts(self, constants: Params | None = None) -> Iterator[tuple[int, Context, float]]:
+        """Yield index, context and weight of each batch of this process, in a fixed order.
 
-        Weights sum to one over all processes.
+        The weights sum to one over all processes. ``constants`` defaults to :meth:`constants`.
         """
-        return self._contexts(self.constants())
-
-    def _contexts(self, constants: Params) -> Iterator[tuple[int, Context, float]]:
+        constants = self.constants() if constants is None else constants
         for index, batch in self._batches:
             if not self._batches.held:
                 self._check_labels(index, batch)
@@ -448,7 +447,7 @@ class Risk:
             yield index, context, self.batch_sizes[index] / self.num_samples
 
     def context(self, constants: Params, index: int, batch: Batch) -> Context:
-        """Return a batch with everything else that its loss depends on."""
+        """Return a batch together with the constants and dropout masks that its loss depends on."""
         return Context(constants, batch, self._masks(index, batch), self.batch_rows[index])
 
     def sum_over_processes(self, tensor: Tensor) -> Tensor:
@@ -456,15 +455,15 @@ class Risk:
         return tensor if self.sharing == "none" else all_sum(tensor, self.group)
 
     def constants(self) -> Params:
-        """Return everything the model needs except the chosen parameters."""
+        """Return frozen parameters, parameters that are not selected, and buffers, by name."""
         if self.batch_norm != "recomputed":
             return self._constants
         if self._statistics is None:
-            weighted = ((context, weight) for _, context, weight in self._contexts(self._constants))
-            # Inside the modes of products, which differ in the batch statistics alone.
-            statistics = modes.evaluating(self.adapter, batch_statistics=True)
+            weighted = ((context, weight) for _, context, weight in self.contexts(self._constants))
+            # The modes are those of products, except that batch norm uses batch statistics.
+            statistics = evaluating(self.adapter, batch_statistics=True)
             with modes.outside_inference(), self.settings(), statistics:
-                self._statistics = modes.recomputed_statistics(
+                self._statistics = recomputed_statistics(
                     self.model,
                     lambda context: self.evaluate(self.params, context),  # type: ignore[arg-type]
                     weighted,
@@ -473,7 +472,7 @@ class Risk:
         return self._constants | self._statistics
 
     def settings(self) -> AbstractContextManager[None]:
-        """Return a context manager for the modes in which products are computed."""
+        """Return a context manager that sets the modes in which the model is evaluated."""
         return product_modes(
             self.adapter,
             batch_statistics=self.batch_norm == "train",
@@ -484,7 +483,7 @@ class Risk:
         )
 
     def diagnose(self) -> None:
-        """Raise an error that names the first batch whose labels, loss or gradient are bad."""
+        """Raise an error that names the first batch with invalid labels, loss or gradient."""
         with self.settings():
             for index, context, _ in self.contexts():
                 with torch.no_grad():
@@ -516,7 +515,7 @@ class Risk:
                     self.model, lambda: self.evaluate(self.params, context)
                 )
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        return draw_masks(self._mask_shapes[index], generator, like=self.theta)
+        return modes.draw_masks(self._mask_shapes[index], generator, like=self.theta)
 
     def _check_labels(self, index: int, batch: Batch) -> None:
         if self._outputs is not None:
@@ -543,7 +542,7 @@ class Risk:
         other._batches = Batches(batches, device=self.theta.device, count=self._batches.count)
         other.num_samples = sum(other.batch_sizes)
         if self.batch_norm == "recomputed":
-            # The statistics are those of all data, of which these are a part.
+            # The statistics are recomputed from all data, not from this part of them.
             other.batch_norm, other._constants = "eval", self.constants()
         return other
 
@@ -560,12 +559,25 @@ def check_risk(risk: Any) -> None:
     check_type("risk", risk, Risk, "ritz.Risk(model, loss_fn, data)")
 
 
+def require_outputs(risk: Risk, caller: str) -> None:
+    """Raise unless the risk has outputs that are separate from its loss."""
+    check_risk(risk)
+    if risk.loss_fn is None:
+        raise ValueError(
+            f"{caller} needs outputs that are separate from the loss, got a risk with "
+            "loss_fn=None: pass loss_fn to Risk, and forward if necessary"
+        )
+
+
 # ------------------------------------------------------------------------------------------
 # Checks of the model and the loss.
 
 
 def _inspect_first_batch(risk: Risk) -> Any:
-    """Evaluate one batch twice, and raise unless its loss is a number, the same both times.
+    """Evaluate one batch twice, and raise unless both losses are the same finite number.
+
+    Also restores buffers that the model wrote to, and sets what the first call shows: whether
+    operations need formulas, and whether the loss is linear in the outputs.
 
     Returns:
         The outputs of one sample, or ``None`` if the outputs are not a tensor.
@@ -573,24 +585,24 @@ def _inspect_first_batch(risk: Risk) -> Any:
     for name, value in risk.params.items():
         check_finite(f"parameter {name!r}", value)
     before = risk.theta.clone()
-    if risk._batches.first is not None:  # a second pass over a loader would read it again
+    if risk._batches.first is not None:  # cached, because iterating would load the data again
         index, batch = risk._batches.first
         context = risk.context(risk.constants(), index, batch)
         with torch.no_grad(), risk.settings():
-            with WrittenOut() as noted:
-                outputs, target = risk.evaluate(risk.params, context)
+            try:
+                with FormulaDetector() as noted:
+                    outputs, target = risk.evaluate(risk.params, context)
+            except RuntimeError as error:  # the shape or dtype of the inputs, as a rule
+                error.args = (inputs_error(index, batch, risk.theta.dtype, error),)
+                raise
             risk._formulas = noted.used
             if not torch.equal(risk.theta, before):
                 raise ValueError("model must not change its parameters: does it use max_norm?")
-            risk._written = restore_buffers(risk.model, risk._constants)
+            risk._written = parameters.restore_buffers(risk.model, risk._constants)
             known = known_loss(risk.loss_fn)
-            if known is not None and not isinstance(outputs, Tensor):
-                kind = type(outputs).__name__
-                raise TypeError(f"model must return a tensor for this loss, got {kind}: {FORWARD}")
-            check_labels(risk.loss_fn, outputs, target, f"batch {index}")
-            losses.check_log_probabilities(risk.loss_fn, outputs)
+            losses.check_outputs(risk.loss_fn, outputs, target, f"batch {index}")
             if known is None and isinstance(outputs, Tensor) and risk.loss_fn is not None:
-                # The Hessian in the outputs times a vector without a special direction.
+                # The Hessian in the outputs times a vector in a generic direction.
                 vector = torch.linspace(1, 2, outputs.numel()).to(outputs).view_as(outputs)
                 call = partial(losses.output_hessian, risk.loss_fn, outputs, target, vector)
                 curvature, problem = attempt(partial(call, reverse=True), *UNSUITABLE)
@@ -611,7 +623,7 @@ def _inspect_first_batch(risk: Risk) -> Any:
 
 
 def _check_not_sum(risk: Risk, context: Context, index: int) -> None:
-    """Raise if the loss of a few samples doubles when each of them comes twice: it is a sum."""
+    """Raise if the loss of a few samples doubles when each sample is repeated, as a sum does."""
     if not risk.separable or context.masks is not None:
         return
     few = torch.arange(min(4, context.size), device=risk.theta.device)
@@ -621,7 +633,7 @@ def _check_not_sum(risk: Risk, context: Context, index: int) -> None:
         return float(risk.batch_loss(risk.params, replace(context, batch=batch)))
 
     with torch.no_grad(), risk.settings():
-        # It fails for a model that takes batches of one size alone.
+        # The calls fail for a model that accepts a single batch size only.
         values, _ = attempt(lambda: (loss(1), loss(2)), *UNSUITABLE)
     once, twice = values or (0.0, 0.0)
     losses.check_not_doubled(once, twice, index)
@@ -630,10 +642,11 @@ def _check_not_sum(risk: Risk, context: Context, index: int) -> None:
 def _sample_gap(risk: Risk, alone: bool) -> str:
     """Compare the derivative of the loss of each batch with the mean over its samples.
 
-    The derivative shows class weights and ignored labels that hardly change the loss itself.
+    Derivatives are compared instead of losses, because class weights and ignored labels may change
+    the loss very little.
     """
     if alone and not risk.separable:
-        return "the samples of a batch must not depend on each other, got batch_norm='train'"
+        return "the samples of a batch depend on each other through batch norm in train mode"
     for index, context, _ in risk.contexts():
         size = context.size
         with torch.no_grad(), risk.settings():
@@ -644,9 +657,7 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
                 got = type(outputs).__name__ if shape is None else tuple(shape)
                 return f"outputs must have a row for each of {size} samples, got {got}"
             if alone and not any(is_rows(leaf, size) for leaf in tensors(context.batch)):
-                return (
-                    f"data must have one row for each of {size} samples, but batch {index} has not"
-                )
+                return f"data must have one row for each of {size} samples, unlike batch {index}"
             gaps = []
             if alone and by_row and size > 1:
                 # The outputs of half a batch must not depend on the other half.
@@ -654,14 +665,14 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
                 apart = risk.evaluate(risk.params, context.rows(half))[0]
                 gaps.append(("outputs", apart - outputs[half], float(outputs.norm())))
             pair = _gap_by_outputs(risk, outputs, target, alone) if by_row else None
-            # Outputs that are not rows, or a loss that vmap cannot evaluate: by gradients.
+            # Without rows, or if vmap cannot evaluate the loss, gradients are compared.
             gaps.append(("derivatives", *(pair or _gap_by_gradients(risk, context))))
         for name, difference, scale in gaps:
             gap = float(difference.norm())
             if not math.isfinite(gap):
                 risk.diagnose()
-            # 1.5e-7 in float64, 3e-3 in float32. Class weights, masks and ignored labels changed
-            # the derivative by 28 % and more in the cases that were measured.
+            # The tolerance is 1.5e-7 in float64 and 3e-3 in float32. In the cases that were
+            # measured, class weights, masks and ignored labels changed derivatives by 28 % or more.
             if not is_below(gap, 10 * math.sqrt(torch.finfo(risk.theta.dtype).eps) * scale):
                 return (
                     f"{NOT_A_MEAN}: {name} of norm {scale:.2g} differ by {gap:.2g} in batch {index}"
@@ -672,7 +683,7 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
 def _gap_by_outputs(
     risk: Risk, outputs: Tensor, target: Any, alone: bool
 ) -> tuple[Tensor, float] | None:
-    """Return the difference of the derivatives in the outputs, and their norm."""
+    """Return the difference of the derivatives in the outputs, and their norm, or ``None``."""
     whole = grad(lambda point: risk.adapter.loss(point, target))(outputs)
     call = partial(losses.mean_slope, risk.loss_fn, outputs, target, alone=alone)
     mean, problem = attempt(call, *(UNSUITABLE if alone else ()))
@@ -680,7 +691,7 @@ def _gap_by_outputs(
 
 
 def _gap_by_gradients(risk: Risk, context: Context) -> tuple[Tensor, float]:
-    """Return the difference of the gradients, one sample after the other, and their size."""
+    """Return the batch gradient minus the mean sample gradient, and the size of the latter."""
     whole, mean, square = risk.batch_gradient(context)[0], torch.zeros_like(risk.theta), 0.0
     for row in range(context.size):
         gradient = risk.batch_gradient(context.rows(slice(row, row + 1)))[0]

@@ -1,75 +1,71 @@
-r"""Gradients of single samples in the parameters of single modules.
+r"""Per-sample gradients of a network from the structure of its modules, and sums of their squares.
 
-The gradient of a sample in the parameters of a module needs the input of the module and the
-derivative :math:`\delta` in its output. One backward pass down to the outputs of all modules
-therefore serves every module at once.
+One backward pass computes the derivatives of the loss in the outputs of all modules. For a square
+root of the Hessian in the outputs, there is one backward pass per column. The per-sample gradients
+of a module follow from its input and these derivatives, by the rules in ``_module_gradients.py``. A
+:class:`Plan` says which modules have a rule. It is checked on a few samples.
+
+Reference: Dangel, Kunstner and Hennig (2020).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial, singledispatch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
-from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ritz._core.batches import is_rows, split_samples, take_rows
+from ritz._core.batches import is_rows
+from ritz._core.checks import is_below
 from ritz._core.modes import recording
-from ritz.curvature._modes import LIMITS, Context, Params
+from ritz.curvature import _module_gradients as rules
+from ritz.curvature._losses import known_loss
+from ritz.curvature._modes import UNSUITABLE, attempt
+from ritz.curvature._module_gradients import (
+    Call,
+    full_name,
+    hooks_on_calls,
+    mapped_gradients,
+    owners,
+)
+from ritz.curvature._parameters import Context, Params, as_leaves, derivatives
 from ritz.curvature._risk import Risk
+from ritz.operators import Exact
+from ritz.operators._shared import Quantity
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes of the plan for sample gradients."""
+
+    # Largest number of backward passes per batch for an exact diagonal. XTrace with its default of
+    # 32 probes costs as much: 64 products of about 1.3 gradients, or 4 passes, each.
+    max_columns: int = 256
+    # Number of samples on which a plan is checked. Two are enough to show that samples are coupled.
+    checked_samples: int = 4
+
+
+TUNING = Tuning()
 
 # ------------------------------------------------------------------------------------------
-# Inputs and outputs of modules in a forward pass.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """The only call of a module in a forward pass.
-
-    Attributes:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        output: The output, ``(batch, ...)``.
-        state: Parameters and buffers during the call, by their names in the module.
-        chosen: Names of the parameters that vary.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Tensor
-    state: Params
-    chosen: tuple[str, ...]
-
-    def by_sample(self) -> tuple[int, ...]:
-        """Return which leaves of the arguments have one row per sample."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return tuple(i for i, leaf in enumerate(leaves) if is_rows(leaf, len(self.output)))
-
-    def rows(self, part: slice) -> "Call":
-        """Return the call on some of the samples."""
-        args, kwargs = take_rows((self.args, self.kwargs), part, len(self.output))
-        return replace(self, args=args, kwargs=kwargs, output=self.output[part])
+# A forward pass that records the calls of modules.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPass:
-    """Outputs and target of a batch, and the modules that were called once on whole samples."""
+    """Outputs and target of a batch, and the calls of modules that can be separated by sample."""
 
     outputs: Tensor
     target: Any
     calls: dict[str, Call]
 
     def pull(self, columns: Tensor) -> dict[str, Tensor]:
-        """Return derivatives ``(c, batch, ...)`` in the output of each module.
+        """Return the derivatives ``(c, batch, ...)`` in the output of each module.
 
         Args:
-            columns: Cotangents of the outputs, ``(c, *outputs.shape)``. One backward pass each.
+            columns: Cotangents of the outputs, ``(c, *outputs.shape)``. Each costs a backward pass.
         """
         points = [call.output for call in self.calls.values()]
         if not points:
@@ -79,45 +75,11 @@ class ForwardPass:
         return dict(zip(self.calls, map(torch.stack, zip(*passes, strict=True)), strict=True))
 
 
-def owners(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Group parameters by the module that owns them, with their names in it, in order."""
-    modules: dict[str, tuple[str, ...]] = {}
-    for name in names:
-        module, _, key = name.rpartition(".")
-        modules[module] = (*modules.get(module, ()), key)
-    return modules
-
-
-def full_name(module: str, key: str) -> str:
-    """Return the name in the model of a parameter of a module."""
-    return f"{module}.{key}" if module else key
-
-
-@contextmanager
-def hooks_on_calls(
-    modules: Mapping[str, nn.Module], record: Callable[[str, Any, Any, Any], Any]
-) -> Iterator[None]:
-    """Report every call of the modules in the block: name, arguments without graph, output.
-
-    An output that ``record`` returns replaces that of the module.
-    """
-
-    def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-        return record(name, args, kwargs, output)
-
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            hook = module.register_forward_hook(partial(note, name), with_kwargs=True)
-            stack.callback(hook.remove)
-        yield
-
-
 def forward_pass(risk: Risk, context: Context, modules: dict[str, tuple[str, ...]]) -> ForwardPass:
-    """Evaluate a batch and record its modules. Needs :meth:`Risk.settings`.
+    """Evaluate a batch and record the calls of modules. Call inside :meth:`Risk.settings`.
 
-    A module is left out if it is not called, is called several times, or does not return one
-    tensor with one row per sample.
+    A module is left out unless it is called exactly once and returns one tensor with one row per
+    sample.
     """
     calls: dict[str, list[Call]] = {name: [] for name in modules}
     state, layers = risk.params | context.constants, dict(risk.model.named_modules())
@@ -140,348 +102,287 @@ def forward_pass(risk: Risk, context: Context, modules: dict[str, tuple[str, ...
 
 
 # ------------------------------------------------------------------------------------------
-# Gradients of single samples in the parameters of one module, and sums of their squares.
-#
-# Each function dispatches on the class of the module. Register a rule for a user-defined module
-# with ``sample_gradients.register(MyModule)(rule)``. A module without a rule is differentiated
-# alone, at its recorded inputs. ``deltas`` ``(c, batch, ...)`` are derivatives in the output of
-# the module, one for each of ``c`` columns.
+# The plan: which modules have a rule that gives the right gradients.
+
+# From index and forward pass of a batch to cotangents of its outputs, (c, *outputs.shape).
+Columns = Callable[[int, ForwardPass], Tensor]
+# Derivatives in the outputs of modules, by module, and per-sample gradients, by parameter.
+Parts = Iterator[tuple[dict[str, Tensor], Params]]
+ELSEWHERE = "another process has no closed form"
 
 
-@singledispatch
-def unroll(module: nn.Module, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
-    r"""Return :math:`a` and :math:`\delta` if a module is linear at each position, else ``None``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How per-sample gradients are computed.
 
-    The gradient of a sample is :math:`\sum_t \delta_t a_t^\top` in the weight, group by group, and
-    :math:`\sum_t \delta_t` in the bias. Inputs are ``(batch, groups, i, T)``, deltas
-    ``(c, batch, groups, o, T)``.
+    Attributes:
+        modules: The modules whose gradients follow by a rule, with the names of their parameters.
+        by_sample: Which arguments of each module have one row per sample.
+        whole: The other parameters, such as those of modules that are called twice. For these the
+            whole model is differentiated, sample by sample.
+        columns: Number of outputs per sample.
+        gap: Why per-sample gradients are not possible, or ``""``.
     """
-    return None
+
+    modules: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    by_sample: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    columns: int = 0
+    gap: str = ""
+
+    def note(self, passes: int | None = None) -> str:
+        """Return the plan in words. ``passes`` defaults to one backward pass per output."""
+        count = self.columns if passes is None else passes
+        text = f"structure: {count} backward pass{'es' * (count > 1)} per batch"
+        if self.whole:
+            few = ", ".join(self.whole[:3]) + (", ..." if len(self.whole) > 3 else "")
+            text += f"; through the whole model for {few}, which no rule covers"
+        return text
 
 
-@unroll.register
-def _(module: nn.Linear, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
-    x, (count, batch) = call.args[0], deltas.shape[:2]
-    a = x.reshape(batch, 1, -1, x.shape[-1]).transpose(-1, -2)
-    return a, deltas.reshape(count, batch, 1, -1, deltas.shape[-1]).transpose(-1, -2)
-
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-@unroll.register(nn.Conv1d)
-@unroll.register(nn.Conv2d)
-@unroll.register(nn.Conv3d)
-def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
-    # A convolution is a linear layer on patches.
-    (count, batch, channels), groups = deltas.shape[:3], module.groups
-    return (
-        patches(module, call.args[0]),
-        deltas.reshape(count, batch, groups, channels // groups, -1),
-    )
-
-
-def is_unrolled(module: nn.Module) -> bool:
-    """Return whether :func:`unroll` has a rule for a module."""
-    return unroll.dispatch(type(module)) is not unroll.dispatch(object)
-
-
-def unrolled(module: nn.Module, call: Call, deltas: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield :func:`unroll` of some samples at a time: the patches of a convolution are large."""
-    size = batch = deltas.shape[1]
-    if isinstance(module, CONVOLUTIONS):
-        entries = module.groups * module.weight[0].numel() * deltas[0, 0, 0].numel()
-        size = max(1, _limit(deltas) // entries)
-    for start in range(0, batch, size):
-        part = slice(start, start + size)
-        rows = call if size >= batch else call.rows(part)
-        parts = unroll(module, rows, deltas[:, part])
-        if parts is None:
-            raise RuntimeError(f"{type(module).__name__} has no rule in unroll()")
-        yield parts
-
-
-def patches(module: Any, x: Tensor) -> Tensor:
-    """Return the inputs of a convolution at each position, ``(batch, groups, i, T)``."""
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    x = functional.pad(x, module._reversed_padding_repeated_twice, mode=mode)
-    dims = len(module.kernel_size)
-    for axis, (size, step, gap) in enumerate(
-        zip(module.kernel_size, module.stride, module.dilation, strict=True)
-    ):
-        x = x.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]
-    # From (batch, channels, *positions, *kernel) to (batch, channels, *kernel, *positions).
-    x = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-    return x.reshape(len(x), module.groups, -1, math.prod(x.shape[2 + dims :]))
-
-
-@singledispatch
-def sample_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
-    """Return the gradients ``(c, batch, *shape)`` of the chosen parameters, by name."""
-    parts = unroll(module, call, deltas)
-    if parts is None:
-        return _differentiated(module, call, deltas)
-    a, delta = parts
-    gradients = {"weight": _products(a, delta).movedim(2, 0), "bias": delta.sum(-1)}
-    lead = deltas.shape[:2]
-    return {name: gradients[name].reshape(*lead, *call.state[name].shape) for name in call.chosen}
-
-
-@singledispatch
-def squared_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
-    """Return the sums of squares ``(*shape)`` over columns and samples, by name."""
-    total: Params = {}
-
-    def add(name: str, squares: Tensor) -> None:
-        square = squares.reshape(call.state[name].shape)
-        total[name] = total[name].add_(square) if name in total else square
-
-    if not is_unrolled(module):
-        for gradients in in_chunks(module, call, deltas):
-            for name, gradient in gradients.items():
-                add(name, gradient.square().sum((0, 1)))
-        return total
-    for a, delta in unrolled(module, call, deltas):
-        if "weight" in call.chosen:
-            add("weight", weight_squares(a, delta))
-        if "bias" in call.chosen:
-            add("bias", _bias_gradients(delta).square().sum((0, 1)))
-    return total
-
-
-@singledispatch
-def squared_norm(module: nn.Module, call: Call, deltas: Tensor) -> Tensor:
-    """Return the sum of squares over columns, samples and parameters, in float64."""
-    total = torch.zeros((), dtype=torch.float64, device=deltas.device)
-    if not is_unrolled(module):
-        for square in squared_gradients(module, call, deltas).values():
-            total += square.sum(dtype=torch.float64)
-        return total
-    for a, delta in unrolled(module, call, deltas):
-        if "weight" in call.chosen:
-            total += _weight_norm(a, delta)
-        if "bias" in call.chosen:
-            total += _bias_gradients(delta).square().sum(dtype=torch.float64)
-    return total
-
-
-@sample_gradients.register
-def _(module: nn.Embedding, call: Call, deltas: Tensor) -> Params:
-    # A row of the table has the sum of the deltas of the positions that use it.
-    (count, batch), (vocabulary, width) = deltas.shape[:2], module.weight.shape
-    gradient = deltas.new_zeros(count, batch * vocabulary, width)
-    gradient.index_add_(1, _used_rows(module, call).flatten(), deltas.reshape(count, -1, width))
-    gradient = gradient.view(count, batch, vocabulary, width)
-    if module.padding_idx is not None:
-        gradient[:, :, module.padding_idx] = 0
-    return {"weight": gradient}
-
-
-@squared_gradients.register
-def _(module: nn.Embedding, call: Call, deltas: Tensor) -> Params:
-    # Nearly all entries of a sample gradient are zero: only the rows that are used are summed.
-    vocabulary, width = module.weight.shape
-    pairs, inverse = torch.unique(_used_rows(module, call), return_inverse=True)
-    total = deltas.new_zeros(vocabulary, width)
-    for delta in deltas:
-        sums = deltas.new_zeros(len(pairs), width)
-        sums.index_add_(0, inverse.flatten(), delta.reshape(-1, width))
-        total.index_add_(0, pairs % vocabulary, sums.square_())
-    if module.padding_idx is not None:
-        total[module.padding_idx] = 0
-    return {"weight": total}
-
-
-def _used_rows(module: nn.Embedding, call: Call) -> Tensor:
-    """Return the rows ``(batch, T)`` that samples use, as if each sample had its own table."""
-    ids: Tensor = call.args[0].flatten(1)
-    return ids + module.num_embeddings * torch.arange(len(ids), device=ids.device)[:, None]
-
-
-def in_chunks(module: nn.Module, call: Call, deltas: Tensor) -> Iterator[Params]:
-    """Yield the sample gradients of a module for some columns and samples at a time."""
-    if isinstance(module, _BatchNorm):
-        # Their gradients are smaller than the deltas, and statistics of a batch need all samples.
-        yield sample_gradients(module, call, deltas)
-        return
-    for columns, part in chunks(deltas, sum(call.state[name].numel() for name in call.chosen)):
-        yield sample_gradients(module, call.rows(part), deltas[columns, part])
-
-
-def chunks(deltas: Tensor, entries: int, limit: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """Yield columns and rows to process at once if each pair has so many entries."""
-    count, batch = deltas.shape[:2]
-    limit = _limit(deltas) if limit is None else limit
-    columns = min(count, max(1, limit // entries))
-    size = min(batch, max(1, limit // (entries * columns)))
-    for start in range(0, count, columns):
-        for first in range(0, batch, size):
-            yield slice(start, start + columns), slice(first, first + size)
-
-
-def _limit(deltas: Tensor) -> int:
-    return LIMITS.gradients * (1 if deltas.device.type == "cpu" else 16)
-
-
-def _folded(delta: Tensor) -> Tensor:
-    """Return columns beside outputs, ``(batch, groups, c * o, T)``: one product for all."""
-    count, batch, groups, width, positions = delta.shape
-    return delta.permute(1, 2, 0, 3, 4).reshape(batch, groups, count * width, positions)
-
-
-def _products(a: Tensor, delta: Tensor) -> Tensor:
-    """Return sample gradients in the weight, ``(batch, groups, c, o, i)``."""
-    count, batch, groups, width, _ = delta.shape
-    return (_folded(delta) @ a.transpose(-1, -2)).view(batch, groups, count, width, -1)
-
-
-def _bias_gradients(delta: Tensor) -> Tensor:
-    # A view of a single position: sum() would copy it.
-    return delta[..., 0] if delta.shape[-1] == 1 else delta.sum(-1)
-
-
-def weight_squares(a: Tensor, delta: Tensor) -> Tensor:
-    """Return the sums of squares ``(groups, o, i)`` of gradients in the weight."""
-    groups, inputs, positions = a.shape[1:]
-    total = a.new_empty(groups, delta.shape[3], inputs)
-    few = positions <= (LIMITS.pairs if a.device.type == "cpu" else LIMITS.pairs_gpu)
-    return _sum_pairs(total, a, delta) if few else _sum_products(total.zero_(), a, delta)
-
-
-def _sum_pairs(total: Tensor, a: Tensor, delta: Tensor) -> Tensor:
-    """Return the squares as products of pairs of positions: one matrix product for many samples.
-
-    The gradient of a single sample is never formed. It is much larger than its few positions.
-    """
-    (batch, groups, inputs, positions), (count, _, _, outputs, _) = a.shape, delta.shape
-    # Inputs of several positions are read several times: (batch, groups, T, i), row by row.
-    x, d = (part.mT if positions == 1 else part.mT.contiguous() for part in (a, delta))
-    size = _pair_rows(a, positions * groups * (inputs + count * outputs))
-    # One pair of buffers for all: fresh memory costs more than the squares that are written to it.
-    rooms = [a.new_empty(rows * size * groups * positions) for rows in (inputs, count * outputs)]
-    for start in range(0, batch, size):
-        part = slice(start, start + size)
-        for t in range(positions):
-            # (sum_t delta_t a_t)^2 = sum_t (delta_t^2 a_t^2 + 2 sum_s>t delta_t delta_s a_t a_s)
-            pairs = _lagged(x[part], t, rooms[0])
-            deltas = _lagged(d[:, part], t, rooms[1])
-            energy = deltas[0] if count == 1 else deltas.sum(0)
-            energy[:, :, 1:] *= 2
-            left = energy.permute(1, 3, 0, 2).reshape(groups, outputs, -1)
-            right = pairs.transpose(0, 1).reshape(groups, -1, inputs)
-            total.baddbmm_(left, right, beta=float(start + t > 0))  # the first overwrites
-    return total
-
-
-def _pair_rows(a: Tensor, entries: int) -> int:
-    """Return the number of samples at once, each with so many entries."""
-    # 512 rows of a matrix product on the CPU: buffers that a cache holds, at full speed.
-    size = 512 // a.shape[3] if a.device.type == "cpu" else _limit(a) // entries
-    return max(1, min(len(a), size))
-
-
-def _lagged(rows: Tensor, t: int, room: Tensor) -> Tensor:
-    """Return the products of position t with itself and the later ones, ``(..., T - t, i)``."""
-    later = rows[..., t:, :]
-    return torch.mul(rows[..., t : t + 1, :], later, out=room[: later.numel()].view(later.shape))
-
-
-def _sum_products(total: Tensor, a: Tensor, delta: Tensor) -> Tensor:
-    """Add the squares of sample gradients, which are formed for a few samples at a time."""
-    (groups, outputs, inputs), room = total.shape, None
-    limit = LIMITS.products if a.device.type == "cpu" else None
-    for columns, part in chunks(delta, total.numel(), limit):
-        folded, x = _folded(delta[columns, part]), a[part].mT
-        shape = *folded.shape[:3], inputs
-        room = a.new_empty(shape) if room is None else room  # the first part is the largest
-        gradients = torch.matmul(folded, x, out=room.flatten()[: math.prod(shape)].view(shape))
-        if folded.shape[::2] == (1, outputs):  # one column of one sample
-            total.addcmul_(gradients[0], gradients[0])
-        else:
-            squares = gradients.square_().view(len(x), groups, -1, outputs, inputs)
-            total += squares.sum((0, 2))
-    return total
-
-
-def _weight_norm(a: Tensor, delta: Tensor) -> Tensor:
-    groups, inputs, positions = a.shape[1:]
-    count, outputs = delta.shape[0], delta.shape[3]
-    if positions == 1:
-        # |delta a'|^2 = |delta|^2 |a|^2
-        norms = delta.square().sum((0, 3, 4)) * a.square().sum((2, 3))
-        return norms.sum(dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64, device=a.device)
-    if positions * (count * outputs + inputs) < count * outputs * inputs:
-        # |sum_t delta_t a_t'|^2 = sum_ts (delta_t' delta_s) (a_t' a_s): T^2 numbers, not o * i.
-        for columns, part in chunks(delta, groups * max(outputs * positions, positions**2)):
-            d = _folded(delta[columns, part])
-            inner = (d.transpose(-1, -2) @ d) * (a[part].transpose(-1, -2) @ a[part])
-            total += inner.sum(dtype=torch.float64)
-        return total
-    for columns, part in chunks(delta, groups * outputs * inputs):
-        flat = _products(a[part], delta[columns, part]).flatten()
-        total += flat.dot(flat)
-    return total
-
-
-def _differentiated(module: nn.Module, call: Call, deltas: Tensor) -> Params:
-    """Differentiate a module without a rule, called on each sample alone."""
-    chosen = {name: call.state[name] for name in call.chosen}
-    return mapped_gradients(
-        lambda params, sample: functional_call(module, call.state | params, *sample),
-        chosen,
-        (call.args, call.kwargs),
-        deltas,
-    )
-
-
-def mapped_gradients(
-    forward: Callable[[Params, Any], Tensor], params: Params, batch: Any, columns: Tensor
-) -> Params:
-    """Return gradients ``(c, batch, *shape)`` of a function that is called on one sample at a time.
+def structure_plan(risk: Risk, *, roots: bool = True) -> Plan:
+    """Plan how to compute per-sample gradients, and check the plan on a few samples.
 
     Args:
-        forward: Takes parameters and a batch of one sample, returns its output, a batch of one.
-        params: The point, and the parameters to differentiate in.
-        batch: All samples. Tensors with one row per sample are cut; anything else is passed whole.
-        columns: Cotangents of the output, ``(c, batch, ...)``.
+        risk: A :class:`Risk`.
+        roots: Whether the columns are those of a square root of the Hessian in the outputs. The
+            loss must then be known, and the number of outputs is limited.
     """
-    rows, rebuild = split_samples(batch, columns.shape[1])
+    plan = _plan(risk, roots)
+    # All processes must use the same rules. If one process cannot use a rule, no process does.
+    flags = [bool(plan.gap)] + [name in plan.whole for name in risk.space.shapes]
+    counts = torch.tensor(flags, dtype=torch.float64, device=risk.theta.device)
+    gap, *whole = risk.sum_over_processes(counts).tolist()
+    names = tuple(name for name, flag in zip(risk.space.shapes, whole, strict=True) if flag)
+    modules = {
+        module: keys
+        for module, keys in plan.modules.items()
+        if not {full_name(module, key) for key in keys} & set(names)
+    }
+    reason = plan.gap or (ELSEWHERE if gap else "")
+    return replace(plan, modules=modules, whole=names, gap=reason)
 
-    def one(column: Tensor, *sample: Tensor) -> Params:
-        alone = rebuild(sample)
-        gradients: Params = vjp(lambda point: forward(point, alone)[0], params)[1](column)[0]
-        return gradients
 
-    # A second vmap, over columns, would be faster, but some operations of torch then sum wrongly.
-    by_column = [vmap(one)(column, *rows) for column in columns]
-    if len(by_column) == 1:  # a view instead of a copy of all gradients
-        return {name: gradient.unsqueeze(0) for name, gradient in by_column[0].items()}
-    return {name: torch.stack([part[name] for part in by_column]) for name in params}
+def _plan(risk: Risk, roots: bool) -> Plan:
+    if roots and known_loss(risk.loss_fn) is None:
+        return Plan(gap="the Hessian of this loss in the outputs is not known in closed form")
+    if not risk.separable:
+        return Plan(gap="batch norm in train mode couples samples")
+    for _, context, _ in risk.contexts():
+        few = context.rows(slice(0, TUNING.checked_samples))
+        with risk.settings():
+            return _checked_plan(risk, few, TUNING.max_columns if roots else None)
+    return Plan(modules=owners(list(risk.space.shapes)))
+
+
+def _checked_plan(risk: Risk, few: Context, max_columns: int | None) -> Plan:
+    r"""Compare :math:`\sum_i r_i g_i` with a gradient of the batch, for random :math:`r_i`.
+
+    The two differ if a parameter is also used outside its module, if a module does not do what its
+    class suggests, if samples lie along another axis, or if samples depend on each other.
+    """
+    modules = owners(list(risk.space.shapes))
+    recorded_pass = forward_pass(risk, few, _untied(risk.model, modules))
+    outputs = recorded_pass.outputs
+    if not is_rows(outputs, few.size):
+        return Plan(gap="the outputs are not one tensor with a row for each sample")
+    columns = outputs[0].numel()
+    if max_columns is not None and columns > max_columns:
+        gap = f"{columns} outputs per sample: probes cost less than backward passes"
+        return Plan(columns=columns, gap=gap)
+    rng = torch.Generator().manual_seed(0)
+    cotangent = torch.randn(outputs.shape, generator=rng, dtype=torch.float64).to(outputs)
+    weights = torch.rand(few.size, generator=rng, dtype=torch.float64).to(outputs) + 0.5
+    weighted = cotangent * weights.view(-1, *(1,) * (cotangent.ndim - 1))
+    expected = _gradient(risk, few, weighted)
+    norm = torch.stack([value.double().norm() for value in expected.values()]).norm()
+    eps = torch.finfo(risk.theta.dtype).eps
+
+    def agrees(name: str, gradients: Tensor) -> bool:
+        gap = (torch.tensordot(weights, gradients[0], 1) - expected[name]).double().norm()
+        # The second term allows for gradients that are pure roundoff, such as that of the bias of a
+        # constant shift before a softmax.
+        return is_below(gap, 10 * eps**0.5 * expected[name].double().norm() + 100 * eps * norm)
+
+    good, layers = {}, dict(risk.model.named_modules())
+    pulled, _ = attempt(lambda: recorded_pass.pull(cotangent[None]), *UNSUITABLE)
+    for name, deltas in (pulled or {}).items():
+        call = recorded_pass.calls[name]
+        rule = partial(rules.sample_gradients, layers[name], call, deltas)
+        gradients, _ = attempt(rule, *UNSUITABLE)
+        if gradients and all(agrees(full_name(name, key), gradients[key]) for key in modules[name]):
+            good[name] = modules[name]
+    by_module = {full_name(module, key) for module, keys in good.items() for key in keys}
+    whole = tuple(name for name in risk.space.shapes if name not in by_module)
+    gap = ""
+    if whole:
+        gradients = partial(_whole_gradients, risk, few, whole, cotangent[None])
+        parts, problem = attempt(lambda: list(gradients()), *UNSUITABLE)
+        if problem:
+            gap = f"vmap fails for the sample gradients of {whole[0]}: {problem}"
+        elif not all(agrees(name, torch.cat([p[name] for p in parts], 1)) for name in whole):
+            gap = "the samples of a batch depend on each other"
+    by_sample = {name: recorded_pass.calls[name].by_sample() for name in good}
+    return Plan(modules=good, by_sample=by_sample, whole=whole, columns=columns, gap=gap)
+
+
+def _gradient(risk: Risk, few: Context, cotangent: Tensor) -> Params:
+    # Plain autograd, because torch.func cannot differentiate checkpointed activations.
+    with recording():
+        leaves = as_leaves(risk.params)
+        return derivatives(risk.evaluate(leaves, few)[0], leaves, cotangent)
+
+
+def _untied(model: nn.Module, modules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the modules that do not share a parameter with another module."""
+    users: dict[int, set[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(value), set()).add(name.rpartition(".")[0])
+    shared = {module for several in users.values() if len(several) > 1 for module in several}
+    return {module: keys for module, keys in modules.items() if module not in shared}
 
 
 # ------------------------------------------------------------------------------------------
-# Modules that are affine in their parameters, y = w * z + b: norms, with the normalised input z,
-# and PReLU, y = w * min(x, 0) + max(x, 0), with z = min(x, 0).
+# Passes over the data by a plan, and sums of squares.
 
 
-@sample_gradients.register(_BatchNorm)
-@sample_gradients.register(nn.GroupNorm)
-@sample_gradients.register(nn.LayerNorm)
-@sample_gradients.register(nn.RMSNorm)
-@sample_gradients.register(nn.PReLU)
-def _(module: nn.Module, call: Call, deltas: Tensor) -> Params:
-    gradients = {}
-    for name in call.chosen:
-        value, part = call.state[name], deltas
-        if name == "weight":
-            # z = y(w = 1) - y(w = 0), dl/dw = sum delta * z and dl/db = sum delta
-            states = (call.state | {name: torch.full_like(value, w)} for w in (1.0, 0.0))
-            one, zero = (functional_call(module, s, call.args, call.kwargs) for s in states)
-            part = deltas * (one - zero)
-        # Channels are the second axis of a batch. Layer norm has positions before its parameters.
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            gradients[name] = part.reshape(*deltas.shape[:2], -1, *value.shape).sum(2)
-        else:
-            gradients[name] = part.reshape(*deltas.shape[:2], len(value), -1).sum(-1)
-    return gradients
+def passes(risk: Risk, plan: Plan, columns: Columns) -> Iterator[tuple[float, ForwardPass, Parts]]:
+    """Yield weight, forward pass and derivatives of each batch. Call inside ``risk.settings()``.
+
+    The derivatives come in parts of the columns. A part holds either the derivatives in the outputs
+    of modules, or per-sample gradients ``(c, batch, *shape)`` of parameters without a rule.
+    """
+    for index, context, weight in risk.contexts():
+        full = forward_pass(risk, context, plan.modules)
+        # Leave out calls where another argument has as many rows as there are samples by accident.
+        same = {n: call for n, call in full.calls.items() if call.by_sample() == plan.by_sample[n]}
+        full = replace(full, calls=same)
+        by_rule = {full_name(name, key) for name in same for key in plan.modules[name]}
+        whole = tuple(name for name in risk.space.shapes if name not in by_rule)
+        yield weight, full, _parts(risk, context, full, columns(index, full), whole)
+
+
+def _parts(
+    risk: Risk, context: Context, full: ForwardPass, columns: Tensor, whole: tuple[str, ...]
+) -> Parts:
+    entries = sum(call.output.numel() for call in full.calls.values())
+    for part in columns.split(max(1, rules.TUNING.derivatives // max(1, entries))):
+        yield full.pull(part), {}
+    if whole:
+        for gradients in _whole_gradients(risk, context, whole, columns):
+            yield {}, gradients
+
+
+def _whole_gradients(
+    risk: Risk, context: Context, names: tuple[str, ...], columns: Tensor
+) -> Iterator[Params]:
+    """Yield per-sample gradients ``(c, batch, *shape)`` of parameters through the whole model."""
+    params = risk.params
+    chosen = {name: params[name] for name in names}
+    for part, some in rules.chunks(columns, risk.space.size):
+        yield rules.mapped_gradients(
+            lambda point, sample: risk.evaluate(params | point, context.on(sample))[0],
+            chosen,
+            context.samples(some),
+            columns[part, some],
+        )
+
+
+def root_columns(risk: Risk) -> Columns:
+    """Return the columns of a square root of the Hessian of the loss in the outputs."""
+    known = known_loss(risk.loss_fn)
+    if known is None:
+        raise ValueError(
+            "loss_fn must be cross_entropy, binary_cross_entropy_with_logits or mse_loss without "
+            f"class weights, whose Hessians are known, got {risk.loss_fn}"
+        )
+    return lambda index, full: known.root(full.outputs.detach(), full.target)
+
+
+def loss_columns(risk: Risk) -> Columns:
+    """Return the derivative of each sample loss in its outputs, over root N, as one column."""
+
+    def columns(index: int, full: ForwardPass) -> Tensor:
+        with recording():
+            outputs = full.outputs.detach().requires_grad_()
+            loss = risk.adapter.loss(outputs, full.target)
+        # L = (1 / N) sum_i l_i, so the derivative of L in row i is that of l_i divided by N. The
+        # mean of the squares is the sum of squares of derivatives divided by sqrt(N).
+        return torch.autograd.grad(loss, outputs)[0].unsqueeze(0) * math.sqrt(len(outputs))
+
+    return columns
+
+
+def structure_squares(
+    risk: Risk, quantity: Quantity, columns: Columns, *, roots: bool = False
+) -> Exact:
+    """Return the sum of squares of per-sample gradients, without the L2 term.
+
+    Args:
+        risk: A :class:`Risk`.
+        quantity: ``diagonal`` for the sum of each parameter, ``trace`` for that of all parameters.
+        columns: Returns the derivatives in the outputs of a batch.
+        roots: See :func:`structure_plan`.
+    """
+    plan = structure_plan(risk, roots=roots)
+    if plan.gap:
+        return Exact(None, plan.gap)
+    # A later batch may use the modules in another way than the samples of the plan.
+    total, problem = attempt(partial(_squares, risk, plan, quantity, columns), *UNSUITABLE)
+    failed = torch.tensor(float(bool(problem)), device=risk.theta.device)
+    if float(risk.sum_over_processes(failed)):
+        return Exact(None, problem or ELSEWHERE)
+    total = risk.sum_over_processes(total)
+    note = plan.note() if roots else plan.note(passes=1)
+    return Exact(float(total) if quantity == "trace" else total, note)
+
+
+def _squares(risk: Risk, plan: Plan, quantity: Quantity, columns: Columns) -> Tensor:
+    """Return the sum of squares over the batches of this process: the diagonal or the trace."""
+    diagonal = {name: torch.zeros_like(value) for name, value in risk.params.items()}
+    trace = torch.zeros((), dtype=torch.float64, device=risk.theta.device)
+    layers = dict(risk.model.named_modules())
+    with risk.settings():
+        for weight, full, parts in passes(risk, plan, columns):
+            for derivatives, gradients in parts:
+                for name, deltas in derivatives.items():
+                    layer, call = layers[name], full.calls[name]
+                    if quantity == "trace":
+                        # Cheaper than the diagonal: |delta a'| does not require delta a'.
+                        trace += weight * rules.squared_norm(layer, call, deltas)
+                        continue
+                    for key, square in rules.squared_gradients(layer, call, deltas).items():
+                        diagonal[full_name(name, key)].add_(square, alpha=weight)
+                for name, gradient in gradients.items():
+                    squares = gradient.square().sum((0, 1))
+                    diagonal[name].add_(squares, alpha=weight)
+                    trace += weight * squares.sum(dtype=torch.float64)
+    return trace if quantity == "trace" else risk.space.flatten(diagonal)
+
+
+def sample_gradient_parts(
+    risk: Risk, context: Context, chunk_size: int, problems: list[str]
+) -> Iterator[Params]:
+    """Yield the gradients of the samples of a batch in chunks ``(c, *shape)``, by parameter.
+
+    The gradients are vectorised with vmap. If this fails, the reason is appended to ``problems``
+    and the gradients are computed one by one.
+    """
+
+    def loss(params: Params, sample: Any) -> Tensor:
+        return risk.batch_loss(params, context.on(sample)).unsqueeze(0)
+
+    for start in range(0, context.size, chunk_size):
+        stop = min(context.size, start + chunk_size)
+        if not problems:
+            samples = context.samples(slice(start, stop))
+            ones = risk.theta.new_ones(1, stop - start)
+            call = partial(mapped_gradients, loss, risk.params, samples, ones)
+            gradients, problem = attempt(call, RuntimeError, NotImplementedError, ValueError)
+            if not problem:
+                yield {name: gradient[0] for name, gradient in gradients.items()}
+                continue
+            problems.append(problem)
+        rows = (context.rows(slice(row, row + 1)) for row in range(start, stop))
+        alone = [risk.space.unflatten(risk.batch_gradient(row)[0]) for row in rows]
+        yield {name: torch.stack([each[name] for each in alone]) for name in risk.space.shapes}

@@ -1,15 +1,17 @@
 """Names for other packages of ritz."""
 
+from ritz.curvature._adapter import Adapter, Forward
 from ritz.curvature._batches import draw_samples
 from ritz.curvature._exact import Rows
-from ritz.curvature._factors import (
+from ritz.curvature._kfac import KFACKind
+from ritz.curvature._kfac_factors import (
     affine_gradients,
     input_columns,
     input_moment,
     is_affine,
     is_layer,
     is_table,
-    joined,
+    join_calls,
     moment,
     output_moment,
     projected_squares,
@@ -17,10 +19,7 @@ from ritz.curvature._factors import (
     token_counts,
     token_deltas,
 )
-from ritz.curvature._layers import KFACKind
 from ritz.curvature._losses import (
-    Adapter,
-    Forward,
     KnownLoss,
     as_likelihood,
     check_labels,
@@ -33,10 +32,11 @@ from ritz.curvature._losses import (
     outputs_and_labels,
     term_mass,
 )
-from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
+from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products
+from ritz.curvature._module_gradients import CONVOLUTIONS, Call, squared_gradients
 from ritz.curvature._noise_kinds import NOISE_KINDS, OF_STEP, NoiseKind, scale_of_step
 from ritz.curvature._noise_step import StepNoise, step_generator
 from ritz.curvature._products import ENGINES, EngineName
-from ritz.curvature._risk import check_risk
-from ritz.curvature._sample_gradients import CONVOLUTIONS, Call, squared_gradients
-from ritz.curvature._statistics import Summary, layer_table, sample_gradient_parts
+from ritz.curvature._risk import check_risk, require_outputs
+from ritz.curvature._sample_gradients import sample_gradient_parts
+from ritz.curvature._statistics import Summary, layer_table

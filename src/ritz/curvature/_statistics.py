@@ -1,22 +1,31 @@
-"""Loss, accuracy, norms, statistics of gradients, and the distance from other weights."""
+"""`summary` (loss, accuracy, norms), `gradient_statistics`, and `distance` from other weights."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
+from ritz._core.batch_norm import batch_norms
 from ritz._core.checks import check_choice, check_count, check_type
-from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature._losses import num_correct
-from ritz.curvature._modes import LIMITS, Context, Params, attempt
 from ritz.curvature._risk import Risk, check_risk
-from ritz.curvature._sample_gradients import mapped_gradients
+from ritz.curvature._sample_gradients import sample_gradient_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The default of ``chunk_size``."""
+
+    # Entries of whole sample gradients at once: 256 MB in float64.
+    entries: int = 2**25
+
+
+TUNING = Tuning()
 
 By = Literal["sample", "batch"]
 SQUARES = ("mean_square", "gradient_square", "total_variance")
@@ -38,7 +47,7 @@ class Summary:
         num_parameters: :math:`P`.
         batch_norm: The mode of batch norm; ``None`` for a model without batch norm.
         weighted_by: What :math:`N` counts: ``samples``, or ``labels that are not ignored`` if the
-            model returns its own mean over tokens.
+            model returns a mean over tokens.
     """
 
     loss: float
@@ -123,7 +132,7 @@ class GradientStatistics:
 
 
 def layer_table(result: Any, whole: Sequence[float], titles: Sequence[str]) -> str:
-    """Return a table of numbers of the whole, and of each of the layers of a result."""
+    """Return a table with one row for all parameters and one per parameter tensor of a result."""
     rows = {"all": whole} | {name: result.layers[name] for name in result.names}
     width = max(map(len, rows))
     lines = ["".join([" " * width, *(f"{title:>12}" for title in titles)])]
@@ -133,9 +142,9 @@ def layer_table(result: Any, whole: Sequence[float], titles: Sequence[str]) -> s
 
 
 def summary(risk: Risk) -> Summary:
-    """Return loss, accuracy, norms of gradient and weights.
+    """Return the loss, the accuracy, and the norms of gradient and weights.
 
-    Costs one gradient and one forward pass. Sums over batches are in float64. Memory: three
+    It costs one gradient and one forward pass. Sums over batches are in float64. Memory: three
     vectors.
 
     Args:
@@ -174,12 +183,12 @@ def summary(risk: Risk) -> Summary:
 def distance(risk: Risk, initial: Tensor | Mapping[str, Tensor] | nn.Module) -> Distance:
     r"""Return the distance :math:`\|\theta - \theta_0\|` from other weights, total and per tensor.
 
-    Needs no matrix-vector products. Computed in float64.
+    It is computed in float64 and needs no matrix-vector products.
 
     Args:
         risk: A :class:`Risk` at the current weights.
-        initial: The other weights: a vector ``(P,)``, a ``state_dict`` or a module. Of a
-            ``state_dict`` or a module, the parameters of the risk are used.
+        initial: The other weights: a vector ``(P,)``, a ``state_dict`` or a module. From a
+            ``state_dict`` or a module, the parameters of the risk are taken.
     """
     check_risk(risk)
     start, now = _flatten(risk, initial), risk.theta.double()
@@ -201,7 +210,9 @@ def _flatten(risk: Risk, initial: Tensor | Mapping[str, Tensor] | nn.Module) -> 
     named = initial.state_dict() if isinstance(initial, nn.Module) else initial
     check_type("initial", named, Mapping, "a vector, a state_dict or a module")
     if missing := [name for name in risk.space.shapes if name not in named]:
-        raise ValueError(f"initial must contain all parameters of the risk, but lacks {missing}")
+        raise ValueError(
+            f"initial must contain all parameters of the risk, got one without {missing}"
+        )
     chosen = {name: named[name].detach().to(risk.theta.device) for name in risk.space.shapes}
     return risk.space.flatten(chosen).double()
 
@@ -228,17 +239,18 @@ def gradient_statistics(
     .. math:: g = \frac{1}{N} \sum_i g_i, \quad
         \operatorname{Var} = \frac{1}{N} \sum_i \|g_i\|^2 - \|g\|^2
 
-    The statistics are returned in total, per parameter and per parameter tensor. The L2 term is
-    part of every :math:`g_i`. With ``by="sample"``, the loss of each batch must be the mean over
-    its samples, which is checked. With ``by="batch"``, batches are weighted by their numbers of
-    samples. Costs one gradient per sample or batch; samples are vectorised if the model allows it.
-    Memory: five vectors of float64 and a chunk of gradients. Sums are in float64.
+    The statistics are returned in total, per parameter and per parameter tensor. Every :math:`g_i`
+    includes the L2 term. With ``by="sample"``, the loss of each batch must be the mean over its
+    samples, which is checked. With ``by="batch"``, batches are weighted by their number of samples.
+
+    The cost is one gradient per sample or batch. Samples are vectorised if the model allows it.
+    Sums are in float64. Memory: five vectors of float64 and a chunk of gradients.
 
     Args:
         risk: A :class:`Risk`.
         by: ``sample`` or ``batch``. With ``batch_norm="train"`` only ``batch`` is possible.
-        chunk_size: Number of sample gradients in memory at once. Defaults to :math:`2^{25}` entries
-            or one gradient.
+        chunk_size: Number of sample gradients in memory at once. Defaults to as many as have
+            :math:`2^{25}` entries, and at least one.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Section 5 and Fig. 2 of *Interplay Between Optimization and Generalization of SGD
@@ -247,7 +259,7 @@ def gradient_statistics(
     check_risk(risk)
     check_choice("by", by, ("sample", "batch"))
     if chunk_size is None:
-        chunk_size = max(1, LIMITS.statistics // risk.space.size)
+        chunk_size = max(1, TUNING.entries // risk.space.size)
     chunk_size = check_count("chunk_size", chunk_size)
     if by == "sample":
         risk.require_separable("gradient_statistics(by='sample')")
@@ -258,14 +270,15 @@ def gradient_statistics(
             if by == "batch":
                 moments.add(risk.batch_gradient(context)[0][None], weight)
             else:
-                for chunk in sample_gradient_rows(risk, context, chunk_size, problems):
+                for parts in sample_gradient_parts(risk, context, chunk_size, problems):
+                    chunk = torch.cat([part.flatten(1) for part in parts.values()], 1)
                     moments.add(chunk, weight * len(chunk) / context.size)
             bar.update(done)
     mean, variance, count = moments.totals()
     if not math.isfinite(float(mean.sum() + variance.sum())):
         risk.diagnose()
         raise ValueError("all gradients must be finite, got NaN or Inf for at least one sample")
-    # The L2 term adds mu theta to every gradient: it shifts the mean and leaves the variance.
+    # The L2 term adds mu theta to every gradient, which changes the mean and not the variance.
     mean.add_(risk.theta, alpha=risk.l2)
     means, variances = risk.space.unflatten(mean), risk.space.unflatten(variance)
     method = "side by side" if by == "sample" else "one by one"
@@ -293,7 +306,8 @@ def _squares(mean: Tensor, variance: Tensor) -> tuple[float, float, float]:
 class _Moments:
     """Weighted mean and sum of squared deviations (Chan, Golub and LeVeque, 1983).
 
-    E g^2 - (E g)^2 would cancel; deviations from the running mean do not.
+    The difference E g^2 - (E g)^2 would suffer from cancellation. Deviations from the running mean
+    do not.
     """
 
     def __init__(self, risk: Risk) -> None:
@@ -316,7 +330,7 @@ class _Moments:
         self._weight, self._count = total, self._count + len(gradients)
 
     def totals(self) -> tuple[Tensor, Tensor, int]:
-        """Return mean, variance and number over all processes."""
+        """Return the mean, the variance and the number of gradients, over all processes."""
         risk = self._risk
         counts = torch.tensor([self._weight, self._count], dtype=torch.float64)
         weight, count = risk.sum_over_processes(counts.to(self._mean.device)).tolist()
@@ -324,38 +338,3 @@ class _Moments:
         mean = risk.sum_over_processes(self._mean * (self._weight / weight))
         squares = self._squares.add_((self._mean - mean).square_(), alpha=self._weight)
         return mean, risk.sum_over_processes(squares).div_(weight), int(count)
-
-
-def sample_gradient_rows(
-    risk: Risk, context: Context, chunk_size: int, problems: list[str]
-) -> Iterator[Tensor]:
-    """Yield chunks ``(c, P)`` of the gradients of the samples of a batch; see below."""
-    for gradients in sample_gradient_parts(risk, context, chunk_size, problems):
-        yield torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
-
-
-def sample_gradient_parts(
-    risk: Risk, context: Context, chunk_size: int, problems: list[str]
-) -> Iterator[Params]:
-    """Yield the gradients ``(c, *shape)`` of chunks of the samples of a batch, by parameter.
-
-    They are vectorised until that fails, which is noted in ``problems``, then one by one.
-    """
-
-    def loss(params: Params, sample: Any) -> Tensor:
-        return risk.batch_loss(params, context.on(sample)).unsqueeze(0)
-
-    for start in range(0, context.size, chunk_size):
-        stop = min(context.size, start + chunk_size)
-        if not problems:
-            samples = context.samples(slice(start, stop))
-            ones = risk.theta.new_ones(1, stop - start)
-            call = partial(mapped_gradients, loss, risk.params, samples, ones)
-            gradients, problem = attempt(call, RuntimeError, NotImplementedError, ValueError)
-            if not problem:
-                yield {name: gradient[0] for name, gradient in gradients.items()}
-                continue
-            problems.append(problem)
-        rows = (context.rows(slice(row, row + 1)) for row in range(start, stop))
-        alone = [risk.space.unflatten(risk.batch_gradient(row)[0]) for row in rows]
-        yield {name: torch.stack([each[name] for each in alone]) for name in risk.space.shapes}

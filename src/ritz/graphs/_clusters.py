@@ -1,4 +1,4 @@
-"""``count_clusters``: the number of clusters of a graph, by two methods that check each other."""
+"""``count_clusters``: the number of clusters of a graph, by density and by block Krylov."""
 
 import math
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import HasStatus, Status, format_uncertain
 from ritz._core.storage import storable
+from ritz.graphs._block_krylov import Below, NullSpace, all_below, count_below
 from ritz.graphs._density import SMALL, moments
-from ritz.graphs._filtered_count import Below, NullSpace, all_below, count_below
 from ritz.graphs._gaps import (
     TUNING,
     Gap,
@@ -46,29 +46,29 @@ COUNT_METHODS: tuple[CountMethod, ...] = ("auto", "krylov", "entropic", "lanczos
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCount(HasStatus):
-    r"""The number of clusters of a graph: eigenvalues below the gap of its spectrum.
+    r"""The number of clusters of a graph: the eigenvalues below the gap of its spectrum.
 
     Attributes:
-        count: Number of clusters. It is the number of components if there is no other gap. It is
+        count: Number of clusters. If the components have no further gap, the number of components.
             ``None`` if a connected graph has no gap, or if the count could not be certified.
         stderr: Standard error of the count; zero if eigenvalues were counted one by one and none
             was missed.
-        threshold: :math:`\lambda_*`, in the gap.
-        gap: Ends of the gap.
+        threshold: Threshold :math:`\lambda_*` inside of the gap.
+        gap: Lower and upper end of the gap.
         mass: Estimated fraction of eigenvalues below the threshold.
         estimate: Estimated number of eigenvalues below the threshold, ``n`` times the mass.
         estimate_stderr: Standard error of the estimate.
-        found: Number of eigenvalues that block Krylov has found, a lower bound; ``None`` if it was
-            not used.
-        missed: Estimated number of eigenvalues that block Krylov has missed.
-        certified: Whether the count is exact: the entropic and the Krylov count agree and no
+        found: Number of eigenvalues that block Krylov found, a lower bound; ``None`` if it was not
+            used.
+        missed: Estimated number of eigenvalues that block Krylov missed.
+        certified: Whether the count is exact: either the entropic and the Krylov count agree and no
             eigenvalue was missed, or all eigenvalues were computed.
-        reason: Why there is no count, or why it is the number of components.
+        reason: Why there is no count, or why the count is the number of components.
         num_nodes: Number of vertices of the graph.
-        num_components: Number of connected components, including isolated vertices. It is the
+        num_components: Number of connected components, including isolated vertices; the
             multiplicity of the eigenvalue 0.
         method: How the clusters were counted.
-        num_products: Matrix-vector products.
+        num_products: Number of matrix-vector products.
         status: Whether the count can be trusted, and what to change if not.
         seed: Seed of the generator.
         density: Density of the eigenvalues from which the gap was chosen.
@@ -97,7 +97,7 @@ class ClusterCount(HasStatus):
 
     def __str__(self) -> str:
         if self.count is None:
-            lines = [f"no count: {self.reason}"]
+            lines = [f"No count: {self.reason}"]
         else:
             error = f" ({_uncertain(self.estimate, self.stderr)})" if self.stderr != 0 else ""
             lines = [f"{self.count:,} clusters{error}"]
@@ -110,8 +110,9 @@ class ClusterCount(HasStatus):
                 lines.append(f"  threshold {self.threshold:.4g} in the gap {ends.format('to')}")
         if self.found is not None:
             lines.append(
-                f"  Krylov: {self.found:,} eigenvalues, about {self.missed:.2g} missed; "
-                f"density: {_uncertain(self.estimate, self.estimate_stderr)}"
+                f"  eigenvalues below it: {self.found:,} found by block Krylov, about "
+                f"{self.missed:.2g} missed; {_uncertain(self.estimate, self.estimate_stderr)} by "
+                "density"
             )
         lines.append(
             f"  {self.num_nodes:,} vertices, {self.num_components:,} component"
@@ -131,53 +132,54 @@ def count_clusters(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> ClusterCount:
-    r"""Count the clusters of a graph: eigenvalues of its normalised Laplacian left of the gap.
+    r"""Count the clusters of a graph: the small eigenvalues of its normalised Laplacian.
 
     .. math:: N_c = \#\{i : \lambda_i < \lambda_*\} \approx n \int_0^{\lambda_*} p(\lambda)\,
         d\lambda
 
-    The bulk is the main part of the spectrum. :math:`\lambda_*` is chosen in the widest interval
-    left of the bulk in which the density is close to zero. If only the eigenvalue 0 of a connected
-    graph lies below this interval, the next one is tried. It is accepted if it is much wider than
-    the spacings of the eigenvalues above it and no other interval above has a similar width.
+    The threshold :math:`\lambda_*` lies in the spectral gap: the widest interval left of the bulk
+    in which the density is close to zero. The bulk is the main part of the spectrum. If only the
+    eigenvalue 0 of a connected graph lies below this interval, the next interval is tried. That one
+    is accepted if it is much wider than the spacings of the eigenvalues above it, and if no
+    interval above it has a similar width.
 
-    ``count`` is ``None``, and ``reason`` says why, if a connected graph has no gap (paths, grids)
-    or only the gap above the eigenvalue 0 (random graphs, complete graphs). The spectrum of such a
-    graph does not show whether it is one cluster or has none.
+    A connected graph may have no gap (paths, grids), or only the gap above the eigenvalue 0 (random
+    graphs, complete graphs). Its spectrum does not show whether it is one cluster or has none.
+    ``count`` is then ``None``, and ``reason`` says why.
 
     Every connected component, including an isolated vertex, adds one eigenvalue 0 and counts as one
-    cluster. If several components have no further gap, ``count`` is the number of components,
-    which is exact, and ``reason`` says so. To count clusters within the largest component, pass
+    cluster. If several components have no further gap, ``count`` is the number of components. It is
+    exact, and ``reason`` says so. To count clusters within the largest component, pass
     :meth:`ritz.graphs.Graph.largest_component`.
 
     ================  ===================================================================
     method            count
     ================  ===================================================================
-    ``entropic``      mass of the entropic spectrum, Algorithm 5 of the reference below;
-                      standard deviation at most :math:`\sqrt{2 N_c / d}`
+    ``entropic``      mass of the entropic spectrum (Algorithm 5 of the reference), with a
+                      standard deviation of at most :math:`\sqrt{2 N_c / d}`
     ``lanczos``       mass of Lanczos quadrature, smoothed by a Gaussian
     ``krylov``        eigenvalues found one by one in a block filtered by Chebyshev
-                      polynomials, a lower bound; new random probes estimate how many it
+                      polynomials, a lower bound; further probes estimate how many it
                       missed
     ``auto``          all eigenvalues of a graph with at most 2,000 vertices; otherwise
                       ``entropic`` and ``krylov``, and no count if they differ by more than
-                      four standard errors or something was missed
+                      four standard errors or if eigenvalues were missed
     ================  ===================================================================
 
     Clusters with more edges inside than outside have a conductance :math:`\phi_i` below one half.
-    Then the mean of the eigenvalues left of the gap is also below one half, because
+    The mean of the eigenvalues left of the gap is then below one half as well, because
     :math:`\sum_{i \le k} \lambda_i \le \sum_{i \le k} \phi_i` (Ky Fan). If the mean is larger,
     there is no count. For example, a random bipartite graph has a gap left of 1 but no clusters.
 
-    Cost: ``num_probes * num_moments / 2`` products for ``entropic``, twice that for ``lanczos``,
-    about 10 products per eigenvalue for ``krylov``, more if the gap is narrow. Memory beyond the
-    graph: about 40 vectors, and 1.1 vectors per eigenvalue for ``krylov``.
+    Cost: ``num_probes * num_moments / 2`` products for ``entropic``, twice as many for ``lanczos``,
+    and about 10 products per eigenvalue for ``krylov``, more if the gap is narrow. Memory beyond
+    the graph: about 40 vectors, and 1.1 vectors per eigenvalue for ``krylov``.
 
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
         method: One of the table.
-        num_moments: Number of moments ``m``, or of Lanczos steps. A gap narrower than
-            :math:`\pi / m` in :math:`\arccos(1 - \lambda)` is not resolved.
+        num_moments: Number of moments ``m``, or of Lanczos steps. Gaps narrower than
+            :math:`\pi / m` in :math:`\arccos(1 - \lambda)` are not resolved.
         num_probes: Number of probes ``d``.
         max_vectors: Maximum number of vectors for ``krylov``. Defaults to as many as fit in 4 GiB.
             If these are too few, ``auto`` returns no count, only the sampled ``estimate``.
@@ -200,24 +202,9 @@ def count_clusters(
         max_vectors = check_count("max_vectors", max_vectors)
     generator = resolve_generator(generator)
     null = NullSpace.of(graph, torch.float64)
-    num_probes = min(num_probes, TUNING.locating) if method == "krylov" else num_probes
-    # The middle of the bulk is the median of the eigenvalues that are not 0.
-    zeros = null.dimension / graph.num_nodes
-    place: dict[str, Any] = {"num_moments": num_moments, "bulk": zeros + (1 - zeros) / 2}
-    few = method in ("auto", "krylov") and graph.num_nodes - null.dimension <= TUNING.few
-    if (method == "auto" or few) and graph.num_nodes <= SMALL:
-        sampled = exact_density(graph, num_zeros=null.dimension, **place)
-        description = f"all eigenvalues, gaps at the resolution of {num_moments} moments"
-    else:
-        sampled = sample_density(
-            graph,
-            lanczos=method == "lanczos" or few,
-            num_probes=num_probes,
-            generator=generator,
-            progress=progress,
-            **place,
-        )
-        description = f"{method}, {num_moments} moments x {num_probes} probes"
+    sampled, description = _find_density(
+        graph, null, method, num_moments, num_probes, generator, progress
+    )
     facts: dict[str, Any] = {
         "num_nodes": graph.num_nodes,
         "num_components": null.dimension,
@@ -226,7 +213,7 @@ def count_clusters(
         "seed": generator.initial_seed(),
         "density": sampled.density,
     }
-    # Without a gap, only the zeros of the components can be counted.
+    # Without a gap, only the eigenvalues 0 of the components can be counted.
     if isinstance(sampled.gap, str):
         return _components_only(f"no gap: {sampled.gap}", facts)
     # Blocks that fill the memory are float32, four bytes per entry.
@@ -237,8 +224,8 @@ def count_clusters(
         short = f"block Krylov would need {width:,} vectors, max_vectors is {most:,}"
     if short or method in ("entropic", "lanczos"):
         return _sampled_count(sampled, _sampled_gap(sampled, sampled.gap, null), facts, short)
-    # The methods certify each other: sampling has an error but misses no eigenvalue, and block
-    # Krylov is exact but may miss eigenvalues.
+    # The two counts check each other. Sampling has an error but misses no eigenvalue. Block Krylov
+    # is exact but may miss eigenvalues.
     krylov = _BlockKrylov(graph, null, max(1, most), sampled, generator, progress)
     below = krylov.count(sampled.gap, width)
     facts["num_products"] += below.num_products
@@ -249,17 +236,46 @@ def count_clusters(
     return reconciled(below, sampled, facts, trusted=method == "auto")
 
 
+def _find_density(
+    graph: Graph,
+    null: NullSpace,
+    method: CountMethod,
+    num_moments: int,
+    num_probes: int,
+    generator: torch.Generator,
+    progress: bool | Progress,
+) -> tuple["Sampled", str]:
+    """Return the density in which to look for the gap, and how it was computed."""
+    num_probes = min(num_probes, TUNING.locating) if method == "krylov" else num_probes
+    # The middle of the bulk is the median of the eigenvalues that are not 0.
+    zeros = null.dimension / graph.num_nodes
+    place: dict[str, Any] = {"num_moments": num_moments, "bulk": zeros + (1 - zeros) / 2}
+    few = method in ("auto", "krylov") and graph.num_nodes - null.dimension <= TUNING.few
+    if (method == "auto" or few) and graph.num_nodes <= SMALL:
+        exact = exact_density(graph, num_zeros=null.dimension, **place)
+        return exact, f"all eigenvalues, gaps at the resolution of {num_moments} moments"
+    sampled = sample_density(
+        graph,
+        lanczos=method == "lanczos" or few,
+        num_probes=num_probes,
+        generator=generator,
+        progress=progress,
+        **place,
+    )
+    return sampled, f"{method}, {num_moments} moments x {num_probes} probes"
+
+
 # ------------------------------------------------------------------------------------------
 # Counting by sampling: N(lambda) = n F(lambda) with the distribution function F of a density.
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sampled density of a graph with its gap.
+    """The density of a graph, sampled or exact, and its gap.
 
     Attributes:
         density: Entropic density, smoothed density, or all eigenvalues.
-        stretches: All low stretches, ascending, or why there are none.
+        stretches: All intervals in which the density is low, ascending, or why there are none.
         num_nodes: Number of vertices.
         num_moments: Number of moments of the density, or of Lanczos steps.
         num_products: Number of matrix-vector products.
@@ -300,7 +316,7 @@ class Sampled:
         """The widest low stretch right of ``first``; ``None`` if others are about as wide."""
         joined: list[Gap] = []
         for gap in self.stretches if isinstance(self.stretches, list) else ():
-            # Just below the upper end, where an exact density has an eigenvalue.
+            # Evaluate just below the upper end, at which an exact density has an eigenvalue.
             end = math.nextafter(joined[-1].high, 0.0) if joined else 0.0
             if joined and self.below(gap.low)[0] - self.below(end)[0] < TUNING.noise:
                 gap = replace(gap, low=joined.pop().low)
@@ -313,13 +329,13 @@ class Sampled:
         return None if ladder else after[-1]
 
     def crowd(self, gap: Gap) -> float:
-        """Number of eigenvalues in the interval above a gap that has the same width as the gap."""
+        """Number of eigenvalues above a gap, in an interval of the same width."""
         # The density blurs both ends by half of the resolution.
         end = point(angle(gap.high) + gap.width + math.pi / self.num_moments)
         return self.below(end)[0] - self.below(gap.high)[0]
 
     def beyond(self, gap: Gap) -> Gap:
-        """A stretch that begins enough eigenvalues above a gap to know their spacings."""
+        """A stretch high enough above a gap that the spacings of eigenvalues between are known."""
         resolved = math.pi / self.num_moments
         angles = torch.linspace(angle(gap.high), math.pi, 4001, dtype=torch.float64)
         counts = self.num_nodes * self.density.cdf(1 - angles.cos())
@@ -374,7 +390,7 @@ def sample_density(
 
 
 def exact_density(graph: Graph, *, num_moments: int, bulk: float, num_zeros: int) -> Sampled:
-    """Return all eigenvalues as a density, with its gap, the widest of their spacings."""
+    """Return all eigenvalues as a density. Its gap is the widest spacing of the eigenvalues."""
     values = eigenvalues(graph)
     # The multiplicity of 0 is the number of components.
     values[:num_zeros] = 0.0
@@ -415,7 +431,7 @@ class _BlockKrylov:
     def count(
         self, gap: Gap, width: int, pick: Callable[[Tensor, Gap], Gap] = widest_between
     ) -> Below:
-        """Count below a gap, and double the number of vectors until they are enough."""
+        """Count the eigenvalues below a gap. Double the number of vectors until they suffice."""
         if isinstance(self.sampled.density, DiscreteDensity):
             return all_below(self.sampled.density.nodes[0], self.null.dimension, gap, pick)
         num_products, n = 0, self.graph.num_nodes
@@ -436,7 +452,7 @@ class _BlockKrylov:
             width = min(2 * width, most)
 
     def count_further(self, first: Gap) -> Below | None:
-        """Count below the next stretch, or somewhat above it if its spacings must be known."""
+        """Count below the next stretch, or further up if the spacings above it are needed."""
         gap = self.sampled.next_gap(first)
         if gap is None:
             return None
@@ -452,12 +468,12 @@ def _width(sampled: Sampled, gap: Gap, null: NullSpace) -> int:
     """Return a number of vectors that most likely suffices for all eigenvalues below the gap."""
     mean, stderr = sampled.below(gap.high)
     wanted = max(0.0, mean + TUNING.agreement * stderr - null.dimension)
-    # Add a tenth and ten, because the largest of the Ritz values converge last.
+    # Add 10 % and ten vectors, because the largest Ritz values converge last.
     return min(math.ceil(1.1 * wanted) + 10, sampled.num_nodes - null.dimension)
 
 
 def _is_real(below: Below, sampled: Sampled) -> bool:
-    """Return whether a gap divides a connected graph and is wide beside the spacings above it."""
+    """Return whether a gap divides a connected graph and is wider than the spacings above it."""
     if below.count == 1:
         return False
     return sampled.crowd(below.gap) >= TUNING.sure or stands_out(below.gap, below.above)
@@ -470,7 +486,7 @@ def _is_real(below: Below, sampled: Sampled) -> bool:
 def reconciled(
     below: Below, sampled: Sampled, facts: dict[str, Any], *, trusted: bool
 ) -> ClusterCount:
-    """Return the count if both methods agree; otherwise no count, with the results of both.
+    """Return the count if both methods agree, otherwise no count but the results of both.
 
     Args:
         below: Result of block Krylov.
@@ -484,15 +500,17 @@ def reconciled(
     facts |= {} if exact else {"found": below.count, "missed": below.missed}
     both = f"Krylov {below.count:,}, density {format_uncertain(mean, stderr)}"
     if below.full or below.missed > TUNING.missed:
-        why = f"block Krylov had too few vectors and missed about {below.missed:.2g}: {both}"
+        why = f"block Krylov had too few vectors and missed about {below.missed:.2g} ({both})"
         return _failed(
-            f"at least {below.count:,}: {why}", "raise max_vectors or num_moments", facts
+            f"at least {below.count:,} clusters, but {why}",
+            "increase max_vectors or num_moments",
+            facts,
         )
     if below.count == 1:
         return _whole(facts)
     # Allow half an eigenvalue more than the error, because the estimate is not an integer.
     if trusted and not is_below(abs(below.count - mean), TUNING.agreement * stderr + 0.5):
-        advice = "raise num_moments: the gap is barely resolved"
+        advice = "increase num_moments, because the gap is barely resolved"
         return _failed(f"the two counts disagree: {both}", advice, facts)
     if below.mean > TUNING.conductance:
         return _not_clusters(below.count, below.mean, facts)
@@ -513,10 +531,10 @@ def _gap_facts(sampled: Sampled, gap: Gap, mean: float, stderr: float) -> dict[s
 
 def _sampled_count(sampled: Sampled, gap: Gap, facts: dict[str, Any], short: str) -> ClusterCount:
     mean = sampled.below(gap.threshold)[0]
-    # The densities of single probes resolve an atom less sharply, so their spread is correct in the
-    # middle of the stretch, and too large next to the atom.
+    # The densities of single probes resolve an atom less sharply. Their spread is correct in the
+    # middle of the stretch, but too large next to the atom.
     stderr = sampled.below(gap.middle)[1]
-    # The mass inside the stretch may belong to either side.
+    # The mass inside of the stretch may belong to either side.
     unsure = sampled.below(gap.high)[0] - sampled.below(gap.low)[0]
     facts = facts | _gap_facts(sampled, gap, mean, math.hypot(stderr, unsure))
     count = max(round(mean), facts["num_components"])
@@ -526,15 +544,15 @@ def _sampled_count(sampled: Sampled, gap: Gap, facts: dict[str, Any], short: str
         return _not_clusters(count, average, facts)
     stderr = facts["estimate_stderr"]
     if short:
-        reason = f"not certified: {short}; the density has {format_uncertain(mean, stderr)}"
-        return _failed(reason, "raise max_vectors, or use method entropic", facts)
-    message = f"estimated from the density; about {unsure:.2g} eigenvalues lie inside the gap"
+        reason = f"not certified: {short}; the density gives {format_uncertain(mean, stderr)}"
+        return _failed(reason, "increase max_vectors, or use method='entropic'", facts)
+    message = f"estimated from the density; about {unsure:.2g} eigenvalues lie inside of the gap"
     status = Status(outcome="completed", message=message)
     return ClusterCount(count=count, stderr=stderr, status=status, **facts)
 
 
 def _sampled_gap(sampled: Sampled, first: Gap, null: NullSpace) -> Gap:
-    """Return the first gap, or the next one if only one eigenvalue is left of the first gap."""
+    """Return the first gap, or the next one if only one eigenvalue lies left of the first."""
     if null.dimension > 1 or round(sampled.below(first.threshold)[0]) > 1:
         return first
     further = sampled.next_gap(first)
@@ -561,8 +579,8 @@ def _components_only(reason: str, facts: dict[str, Any]) -> ClusterCount:
 
 def _not_clusters(count: int, mean: float, facts: dict[str, Any]) -> ClusterCount:
     reason = (
-        f"no clusters: the mean of the {count:,} eigenvalues left of the gap is {mean:.2g}; for "
-        f"clusters with more edges inside than outside it is below {TUNING.conductance}"
+        f"no clusters: the mean of the {count:,} eigenvalues left of the gap is {mean:.2g}, but "
+        f"clusters with more edges inside than outside have a mean below {TUNING.conductance}"
     )
     return _no_count(reason, facts, Status(outcome="completed", message="no clusters"))
 

@@ -9,7 +9,8 @@ import scipy.special
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, short
+from ritz._core.density import as_points
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
@@ -33,16 +34,16 @@ from ritz.spectra import moments as sampled_moments
 INTERVAL = (0.0, 2.0)  # contains the spectrum of every normalised Laplacian
 NUM_MOMENTS = 100
 NUM_PROBES = 64
-# Up to this number of vertices moments and counts are computed from all eigenvalues. This costs as
-# much as the moments of 64 probes at 1,000 vertices, and 2.6 times as much at 2,000, but has no
-# sampling error.
+# Up to this number of vertices, moments and counts are computed from all eigenvalues, without
+# sampling error. This costs as much as the moments of 64 probes at 1,000 vertices, and 2.6 times as
+# much at 2,000.
 SMALL = 2000
-# Up to this number of vertices all probes are in one block, because the overhead of calls
+# Up to this number of vertices, all probes are in one block, because the overhead of calls
 # dominates.
 _NARROW = 4096
-# Moments are matched within their errors. The effect on an entropy is at most this multiple of the
-# change when the errors are doubled: 3.9 on a ring lattice of 60 vertices, below 2 on most of 21
-# graphs.
+# Matching moments only within their errors changes an entropy. The change is at most this multiple
+# of the further change if the errors are doubled: 3.9 on a ring lattice of 60 vertices, and below 2
+# on most of 21 graphs.
 _RELAXED = 4.0
 DensityMethod = Literal["maxent", "lanczos", "kpm"]
 
@@ -93,7 +94,7 @@ def moments(
         matrix: ``normalized`` (the normalised Laplacian), ``laplacian``, ``adjacency`` or another
             of :class:`ritz.operators.LaplacianOperator`.
         num_moments: Highest degree ``m``.
-        num_probes: Probes ``d``; errors fall as :math:`1 / \sqrt{n d}`.
+        num_probes: Number of probes ``d``. Errors fall as :math:`1 / \sqrt{n d}`.
         exact: Compute the moments exactly from all eigenvalues. Defaults to ``True`` for at most
             2,000 vertices.
         dtype: Data type of the products.
@@ -146,7 +147,7 @@ def _interval(op: LaplacianOperator) -> tuple[float, float]:
 def chebyshev_means(values: Tensor, num_moments: int, interval: tuple[float, float]) -> Tensor:
     """Return the means of ``T_j`` over eigenvalues in an interval, ``(num_moments + 1,)``."""
     low, high = interval
-    # T_j(cos a) = cos(j a). Clamp, because roundoff may move an eigenvalue beyond the ends.
+    # T_j(cos a) = cos(j a). Clamp, because roundoff may move an eigenvalue out of the interval.
     angles = torch.arccos(((2 * values.double() - low - high) / (high - low)).clamp(-1.0, 1.0))
     degrees = torch.arange(num_moments + 1, dtype=torch.float64)
     # One degree at a time, to save memory.
@@ -189,21 +190,21 @@ def density(
 ) -> EntropicDensity | DiscreteDensity | SmoothedDensity | PolynomialDensity:
     r"""Estimate the density of the eigenvalues of a matrix of a graph.
 
-    ===========  ====================================================================
+    ===========  =====================================================================
     method       density
-    ===========  ====================================================================
-    ``maxent``   entropic spectrum, the density of largest entropy with given moments
-    ``lanczos``  Gauss rules of Lanczos runs: points, or smoothed with a ``width``
+    ===========  =====================================================================
+    ``maxent``   entropic spectrum: the density of largest entropy with given moments
+    ``lanczos``  Gauss rules of Lanczos runs: points, or a smooth density with ``width``
     ``kpm``      kernel polynomial method
-    ===========  ====================================================================
+    ===========  =====================================================================
 
     The entropic spectrum of the normalised Laplacian is
 
     .. math:: p(\lambda) = \frac1Z \exp\Big(-\sum_{i=1}^m \alpha_i T_i(\lambda - 1)\Big),
         \qquad \int_0^2 p(\lambda)\, T_i(\lambda - 1)\, d\lambda = \mu_i
 
-    with moments matched to within their standard errors. If many eigenvalues coincide, no smooth
-    density matches their moments exactly. The moments are then matched approximately, and
+    Its moments match those of the graph to within their standard errors. If many eigenvalues
+    coincide, no smooth density has their moments. The moments are then matched approximately, and
     ``status`` reports the tolerance. Smoothing biases the moment of degree ``m`` by
     :math:`\sum_{j \ge 1} \binom{m}{2j} \sigma^{2j} (2j - 1)!!\, \mu_{m-2j}` (Theorem 2).
 
@@ -219,15 +220,15 @@ def density(
             as there are vertices.
         num_probes: Number of random probes.
         width: Standard deviation of the Gaussian, for ``lanczos``; see :func:`ritz.density`.
-        exact: For ``maxent``: compute exact moments from all eigenvalues. Defaults to ``True`` for
-            at most 2,000 vertices.
+        exact: Whether ``maxent`` computes exact moments from all eigenvalues. Defaults to ``True``
+            for at most 2,000 vertices.
         dtype: Data type of the products.
         device: Device of the products.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
-        GraphError: The graph has no edge: all its eigenvalues are 0, which is no density.
+        GraphError: The graph has no edge. All its eigenvalues are 0, which have no density.
 
     Reference: Algorithm 4 and section 3.3 of *Spectral Machine Learning*.
 
@@ -260,10 +261,10 @@ def density(
 def entropy(graph: GraphLike, **options: Unpack[MomentOptions]) -> Estimate:
     r"""Estimate the entropy :math:`-\int p \log p` of the spectrum of a graph.
 
-    It is :math:`\log 2` for a flat spectrum and smaller for every other spectrum. The standard
-    error is from the jackknife over groups of probes. Moments with errors are matched within these
-    errors, which increases the entropy; ``truncation`` is an estimate of this bias. Arguments and
-    cost are those of :func:`density` with ``method="maxent"``.
+    The entropy is :math:`\log 2` for a flat spectrum, and smaller for every other spectrum. The
+    standard error comes from the jackknife over groups of probes. Sampled moments are matched only
+    within their errors, which increases the entropy; ``truncation`` is an estimate of this bias.
+    Arguments and cost are those of :func:`density` with ``method="maxent"``.
 
     Reference: Equation 3.10 of *Spectral Machine Learning*.
     """
@@ -276,8 +277,8 @@ def entropy(graph: GraphLike, **options: Unpack[MomentOptions]) -> Estimate:
     left = leave_out(sampled.samples)
     if not len(left):
         return estimate
-    # Use one ridge for all parts: different ridges would look like a sampling error. The last row
-    # has all probes and errors twice as large, to estimate the effect of the ridge.
+    # Use one ridge for all parts, because different ridges would look like a sampling error. The
+    # last row has all probes and twice the errors, to estimate the effect of the ridge.
     errors = matched_within(whole).expand(len(left) + 1, -1).clone()
     errors[-1] *= 2
     parts = maxent(torch.cat([left, sampled.mean[None]]), interval=INTERVAL, stderr=errors)
@@ -316,9 +317,10 @@ def heat_trace(
     .. math:: h(t) = \frac1n \operatorname{tr} e^{-t L} = e^{-t} \Big(I_0(t) +
         2 \sum_{k \ge 1} (-1)^k I_k(t)\, \mu_k\Big)
 
-    with the Chebyshev moments :math:`\mu_k` on ``[0, 2]`` and modified Bessel functions. The sum
-    ends at degree ``m``. ``truncation`` is the bound :math:`2 e^{-t} \sum_{k > m} I_k(t)` of the
-    remainder, which is negligible for :math:`t` below about :math:`m^2 / 50`.
+    with the Chebyshev moments :math:`\mu_k` on ``[0, 2]`` and modified Bessel functions
+    :math:`I_k`. The sum ends at degree ``m``. ``truncation`` is the bound
+    :math:`2 e^{-t} \sum_{k > m} I_k(t)` on the remainder, which is negligible for :math:`t` below
+    about :math:`m^2 / 50`.
 
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts, or its moments.
@@ -333,9 +335,9 @@ def heat_trace(
     Reference: Tsitsulin et al., *NetLSD* (2018). The division by ``n`` is their normalisation by
     the empty graph.
     """
-    times = default_times() if times is None else torch.as_tensor(times, dtype=torch.float64)
+    times = default_times() if times is None else as_points(times, "times")
     if times.ndim != 1 or not len(times) or not bool(((times >= 0) & times.isfinite()).all()):
-        raise ValueError("times must be a vector of finite numbers, none negative")
+        raise ValueError(f"times must be finite numbers (T,), at least 0, got {short(times)}")
     if not isinstance(graph, Moments):
         generator = resolve_generator(generator)
         graph = moments(graph, num_moments=num_moments, num_probes=num_probes, generator=generator)

@@ -1,4 +1,4 @@
-"""``fit``: random graph models fitted to a graph by its spectrum."""
+"""``fit``: random graph models fitted to the spectrum of a graph."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
 from ritz.graphs._density import INTERVAL, matched_within, moments
-from ritz.graphs._families import TUNING, Family, Model, Outline, families, siblings
+from ritz.graphs._fit_models import TUNING, Family, Model, Outline, families, siblings
 from ritz.graphs._graph import GraphError
 from ritz.graphs._io import GraphLike
 from ritz.graphs._jackknife import jackknife, leave_out
@@ -21,7 +21,7 @@ from ritz.graphs._matrices import with_edges
 from ritz.graphs._similarity import multipliers, symmetric_kl
 from ritz.spectra import EntropicDensity, Moments, maxent
 
-# Number of parameters: if several models fit, the simplest is preferred.
+# Number of parameters of each model. If several models fit, the simplest is preferred.
 _NUM_PARAMETERS: dict[Model, float] = {
     "erdos_renyi": 1,
     "watts_strogatz": 2,
@@ -35,21 +35,22 @@ MODELS: tuple[Model, ...] = tuple(_NUM_PARAMETERS)
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFit:
-    """The graphs of one model that are nearest to a graph.
+    """One model fitted to a graph.
 
     Attributes:
         model: Name of the model.
-        parameters: Parameters of the nearest graphs; the configuration model has none.
-        interval: Intervals of the parameters that were searched, by a parametric bootstrap: graphs
-            are drawn from the fitted model and fitted again. The interval is two standard
-            deviations either way; for ``num_blocks`` and ``num_neighbors`` it is the smallest and
-            largest value.
+        parameters: Fitted parameters; the configuration model has none.
+        interval: Intervals of the parameters that were searched, from a parametric bootstrap:
+            graphs are drawn from the fitted model and fitted again. An interval is two standard
+            deviations wide on either side. For ``num_blocks`` and ``num_neighbors`` it extends from
+            the smallest to the largest value.
         divergence: Symmetric Kullback-Leibler divergence between the spectra.
-        stderr: Its standard error, from the draws of the model and the probes of the graph.
+        stderr: Standard error of the divergence, from the draws of the model and the probes of the
+            graph.
         typical: 95 % quantile of the divergence of graphs drawn from the fitted model. If
             ``divergence`` is much larger, the graph does not come from this model.
         values: All values of the parameter that were tried, ``(G,)``.
-        divergences: Their divergences, ``(G,)``.
+        divergences: Divergence at each of these values, ``(G,)``.
     """
 
     model: str
@@ -68,22 +69,20 @@ class ModelFit:
             low, high = self.interval.get(name, (math.nan, math.nan))
             spread = f" ({low:.4g} to {high:.4g})" if name in self.interval else ""
             parts.append(f"{name} {self.parameters[name]:.4g}{spread}")
-        distance = (
-            f"{self.divergence:>9.4g} ± {self.stderr:<7.1g} 95 % of drawn < {self.typical:<9.3g}"
-        )
+        distance = f"{self.divergence:>9.4g} ± {self.stderr:<7.1g}(typical < {self.typical:.3g})"
         return f"{self.model:22} {distance} {', '.join(parts)}".rstrip()
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Models of a graph, the nearest first.
+    """Random graph models fitted to a graph, the nearest first.
 
     Attributes:
-        fits: One per model, by divergence. If several models fit equally well (``divergence`` is at
-            most ``typical``), the one with the fewest parameters comes first.
-        num_nodes: Vertices of the drawn graphs.
-        density: The spectrum of the graph, as the models were compared with it.
+        fits: One fit per model, sorted by divergence. If several models fit equally well
+            (``divergence`` is at most ``typical``), the one with the fewest parameters comes first.
+        num_nodes: Number of vertices of the drawn graphs.
+        density: The entropic spectrum of the graph with which the models were compared.
         seed: Seed of the generator.
     """
 
@@ -103,8 +102,12 @@ class Fit:
         return self.fits[0].parameters
 
     def __str__(self) -> str:
-        title = f"Nearest model: {self.model}; drawn graphs had {self.num_nodes} vertices"
-        return "\n".join([title, *(f"  {one}" for one in self.fits)])
+        lines = [
+            f"Nearest model: {self.model}",
+            "  Divergence of each model (and its 95 % quantile if the model is true), parameters.",
+            f"  Drawn graphs had {self.num_nodes} vertices.",
+        ]
+        return "\n".join([*lines, *(f"  {one}" for one in self.fits)])
 
 
 def fit(
@@ -124,9 +127,10 @@ def fit(
     .. math:: \hat\theta = \arg\min_\theta D\big(p_G, p_\theta\big), \qquad p_\theta:\
         \mu_i(\theta) = \mathbb{E}_{G' \sim \theta}\, \mu_i(G')
 
-    with the symmetric Kullback-Leibler divergence between entropic spectra. The moments of a model
-    are means over draws, with the same random numbers at every value of its parameter. The search
-    tries values over the whole range, then around the best, and takes the minimum of a parabola.
+    :math:`D` is the symmetric Kullback-Leibler divergence between entropic spectra. The moments of
+    a model are means over draws, with the same random numbers at every value of its parameter. The
+    search tries values over the whole range, then values around the best, and takes the minimum of
+    a parabola.
 
     ==========================  ==================================================================
     model                       searched
@@ -140,7 +144,7 @@ def fit(
     ``configuration_model``     nothing: it has the degrees of the graph
     ==========================  ==================================================================
 
-    Edge weights of the graph enter its spectrum; the models are unweighted.
+    Edge weights of the graph change its spectrum, but the models are unweighted.
 
     Cost: about ``29 * num_draws + num_repeats`` random graphs per model, three times as many for
     ``stochastic_block_model``. About ten seconds for a graph of 1,000 vertices and 5,000 edges.
@@ -151,13 +155,13 @@ def fit(
         models: Models to compare.
         num_moments: Number of moments. More moments resolve finer structure, but also fit the
             randomness of this single graph.
-        num_probes: Probes for graphs of more than 256 vertices; the moments of smaller ones are
-            exact.
-        num_nodes: Vertices of drawn graphs. Defaults to those of the graph, at most 1,000. Drawn
-            graphs of a different size have the same mean degree and block size. The fitted ``p`` of
-            Erdős-Rényi and ``num_blocks`` are converted to the size of your graph.
-        num_draws: Graphs drawn at each value.
-        num_repeats: Graphs drawn for the interval of the parameter.
+        num_probes: Number of probes for graphs of more than 256 vertices. The moments of smaller
+            graphs are exact.
+        num_nodes: Number of vertices of drawn graphs. Defaults to that of the graph, at most 1,000.
+            Drawn graphs of a different size have the same mean degree and block size. The fitted
+            ``p`` of Erdős-Rényi and ``num_blocks`` are converted to the size of your graph.
+        num_draws: Number of graphs drawn at each value.
+        num_repeats: Number of graphs drawn for the interval of the parameter.
         generator: Source of randomness. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
@@ -166,8 +170,10 @@ def fit(
     graph = with_edges(graph)
     num_draws = check_count("num_draws", num_draws, low=2)
     num_repeats = check_count("num_repeats", num_repeats, low=2)
+    if isinstance(models, str):
+        raise TypeError(f"models must be a sequence of names, got {models!r}: pass [{models!r}]")
     if not models:
-        raise ValueError("models must contain at least one model, got none")
+        raise ValueError("models must have at least one model, got none")
     for model in models:
         check_choice("models", model, MODELS)
     if graph.num_nodes < TUNING.fewest_nodes and num_nodes is None:
@@ -265,7 +271,7 @@ class _Tried:
 
 @final
 class _Search:
-    """The spectrum of a graph, and the seeds of all graphs that are drawn for comparison.
+    """The spectrum of a graph, and the seeds of all graphs that are drawn to compare with it.
 
     Args:
         sampled: Moments of the graph.
@@ -287,14 +293,14 @@ class _Search:
     ) -> None:
         self.sampled, self.num_probes, self.num_draws = sampled, num_probes, num_draws
         self.size = size
-        # One eigenvalue of a drawn graph has the mass 1 / size: nothing finer can be distinguished.
+        # One eigenvalue of a drawn graph has the mass 1 / size. Finer differences have no meaning.
         errors = sampled.stderr.clamp_min(1 / size)
         self.density: EntropicDensity = maxent(sampled.mean, interval=INTERVAL, stderr=errors)
         self.errors = matched_within(self.density)
         self.features = self.features_of(sampled.mean[None])
         self.num_drawn = 0
         self.report: Callable[[int], None] = lambda num_drawn: None
-        # The same seeds at every value, so that divergences vary smoothly with the value.
+        # Use the same seeds at every value, so that divergences vary smoothly with the value.
         self.seeds: list[int]
         self.repeats: list[int]
         self.seeds, self.repeats = (
@@ -311,12 +317,12 @@ class _Search:
         """Return the maximum number of graphs that are drawn for a model with these families."""
         values = sum(len(one.values(one.low, one.high, one.num_values)) for one in choices)
         values += TUNING.fine_values if choices[0].parameter else 0
-        # At most fifteen further numbers of blocks, or about three of neighbours.
+        # There are at most fifteen further numbers of blocks, or about three of neighbours.
         values += {"num_blocks": 45, "num_neighbors": 15, "": 0}[choices[0].whole]
         return (values + TUNING.final) * self.num_draws + len(self.repeats)
 
     def nearest(self, choices: Sequence[Family], outline: Outline) -> ModelFit:
-        """Return the best parameters of a model: its parameter, and its integer if it has one."""
+        """Return the best parameters of a model, including its integer if it has one."""
         whole_range = [one.values(one.low, one.high, one.num_values) for one in choices]
         coarse = min(map(self.try_values, choices, whole_range), key=lambda one: one.least)
         values = coarse.values.tolist()
@@ -325,8 +331,8 @@ class _Search:
         best = coarse.joined(self.try_values(coarse.family, new)) if new else coarse
         if not best.family.whole:
             return self.finish(best)
-        # The mixing of blocks hardly depends on their number. The fraction of moved edges depends
-        # on the number of neighbours, and needs a wider window.
+        # The mixing of blocks hardly depends on their number. The fraction of rewired edges depends
+        # on the number of neighbours, so it needs a wider window.
         blocks = best.family.whole == "num_blocks"
         window, count = (best, TUNING.blocks) if blocks else (coarse, TUNING.neighbors)
         tried = {best.family.count: best}
@@ -342,9 +348,9 @@ class _Search:
         return self.finish(best, others)
 
     def beside(self, family: Family, best: _Tried, count: int) -> _Tried:
-        """Try values around the best of another family of the model."""
-        # The same fraction of the largest value: for blocks, that is where the eigenvalues between
-        # them are the same, for every number of blocks.
+        """Try values of a family around the best value of another family of the model."""
+        # Use the same fraction of the largest value. For blocks, the eigenvalues that belong to the
+        # blocks are then the same for every number of blocks.
         stretch = family.high / best.family.high
         low, high = (min(max(stretch * end, family.low), family.high) for end in best.around_best())
         return self.try_values(family, family.values(low, high, count))
@@ -394,7 +400,7 @@ class _Search:
             parameters = {family.parameter: float(rounded)} | parameters
             interval = {family.parameter: _interval(family, value, again)}
         if family.whole:
-            # The nearest family of each repeat.
+            # Find the nearest family of each repeat.
             every = [tried, *others]
             heights = [symmetric_kl(repeats, one.features).amin(1) for one in every]
             places = torch.stack(heights).argmin(0).tolist()

@@ -1,4 +1,4 @@
-"""Gaps of a spectral density: low stretches left of the bulk, and the widest of them."""
+"""The spectral gap of ``count_clusters``: intervals of low density, and the widest of them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,53 +20,52 @@ class Tuning:
     which have no clusters.
     """
 
-    # A stretch is low if the density is below this fraction of the mean on either side. Half of
-    # this threshold gives the same counts for eleven of these graphs.
+    # The density is low in a stretch if it is below this fraction of its mean on either side. Half
+    # of this threshold gives the same counts for eleven of these graphs.
     low: float = 0.05
-    # Grid points per resolved angle.
+    # Number of grid points per resolved angle.
     points: int = 32
     # Stretches wider than `alike` times the widest count as equally wide. If there are more than
-    # `rungs` of them, they are the spacings of a short cycle (a cycle of 50 vertices).
+    # `rungs` of them, they are the spacings of a short cycle (such as one of 50 vertices).
     alike: float = 0.95
     rungs: int = 3
-    # A gap stands out if an equally wide stretch above it has this many eigenvalues. The bulks of
-    # sparse random graphs have up to six there.
+    # A gap stands out if an equally wide stretch above it has this many eigenvalues. In the bulks
+    # of sparse random graphs there are up to six.
     crowd: int = 8
     # With this many sampled eigenvalues above a gap, their spacings need not be computed.
     sure: int = 32
-    # If there are fewer eigenvalues than this between two low stretches, they are noise, and the
-    # stretches are joined.
+    # Fewer eigenvalues than this between two low stretches are noise, and the stretches are joined.
     noise: float = 0.25
-    # A stretch is not a gap if another one above it is wider than this fraction of its width: grids
-    # and paths have gaps of about the same width everywhere.
+    # A stretch is not a gap if another stretch above it is wider than this fraction of its width.
+    # Grids and paths have gaps of about the same width everywhere.
     ladder: float = 0.67
     # Largest grid of the maximum entropy problem. The peak of many eigenvalues 0 is as narrow as
     # the square of the resolution, so the grid grows as 2 m^2.
     largest_grid: int = 2**16
-    # Amplification of the eigenvectors below a gap over all others together.
+    # The filter amplifies each eigenvector below a gap by this factor over all others together.
     strength: float = 100.0
     # Number of probes for missed eigenvalues. One missed eigenvalue gives a mean square of
     # 1 +- sqrt(2/16).
     num_checks: int = 16
-    # Largest mean square at which no eigenvalue counts as missed: without one it is
-    # 1 / strength^2 = 1e-4, and with one about 1.
+    # Up to this mean square, no eigenvalue counts as missed. It is 1 / strength^2 = 1e-4 if none
+    # was missed, and about 1 per missed eigenvalue.
     missed: float = 0.25
     # Number of standard errors by which the two counts may differ.
     agreement: float = 4.0
-    # Number of probes that only locate the gap, for the method `krylov`.
+    # Number of probes with which the method `krylov` locates the gap.
     locating: int = 10
-    # If at most this many eigenvalues are not 0, Lanczos computes all of them, and no smooth
+    # If at most this many eigenvalues are not 0, use Lanczos, which computes all of them. No smooth
     # density has their moments.
     few: int = 32
-    # Largest mean of the eigenvalues of clusters. On the span of the indicators of k clusters L has
-    # the trace sum(phi_i), so the sum of the k smallest eigenvalues is at most this (Ky Fan). If
-    # the conductance phi_i is above one half, most edges leave the cluster.
+    # Largest mean of the eigenvalues of clusters. On the span of the indicators of k clusters, the
+    # trace of L is sum(phi_i), so the k smallest eigenvalues sum to at most this (Ky Fan). If the
+    # conductance phi_i exceeds one half, most edges leave the cluster.
     conductance: float = 0.5
-    # Bytes of a filtered block: its maximum, and the size above which it is float32.
+    # Maximum size of a filtered block in bytes, and the size above which it is float32.
     memory: int = 2**32
     large: int = 2**30
-    # Columns multiplied at once, and rows summed in the precision of the operator: sums of 8192
-    # products in float32 have five correct digits, enough for a gap.
+    # Number of columns multiplied at once, and number of rows summed in the precision of the
+    # operator. Sums of 8192 products in float32 have five correct digits, enough for a gap.
     columns: int = 128
     rows: int = 8192
 
@@ -137,16 +136,17 @@ def find_gap(stretches: list[Gap] | str, *, num_moments: int) -> Gap | str:
         )
     alike = sum(gap.width > TUNING.alike * widest.width for gap in stretches)
     if alike > TUNING.rungs:
-        return f"{alike} gaps have about the same width, as in a cycle, so that none can be chosen"
+        return f"{alike} gaps have about the same width, as in a cycle, so none can be chosen"
     return widest
 
 
 def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Gap] | str:
     r"""Return the stretches in which the density is low, or why there are none.
 
-    The density is low below 5 % of its mean on the left, and of its mean from there to the middle
-    of the bulk. These are means because the height of an atom depends on the resolution. The first
-    minimum of the density (Algorithm 5) may lie within the band of the clusters.
+    The density is low at a point if it is below 5 % of its mean to the left of the point, and below
+    5 % of its mean from there to the middle of the bulk. Means are used because the height of an
+    atom depends on the resolution. The first minimum of the density (Algorithm 5) is not used,
+    because it may lie within the band of the clusters.
 
     Args:
         density: Density of the normalised Laplacian.
@@ -198,7 +198,7 @@ def resolved_spacings(values: Tensor, *, num_moments: int) -> list[Gap] | str:
 
 
 def _runs(flags: Tensor) -> Tensor:
-    """Return first and last index of each run of true flags that begins after 0, ``(r, 2)``."""
+    """Return the first and last index of each run of true flags that begins after 0, ``(r, 2)``."""
     steps = torch.nn.functional.pad(flags.int(), (1, 1)).diff()
     runs = torch.stack([(steps == 1).nonzero()[:, 0], (steps == -1).nonzero()[:, 0] - 1], dim=1)
     return runs[runs[:, 0] > 0]
@@ -242,10 +242,10 @@ def _widest(ends: Tensor, count: int) -> Gap:
 
 
 def stands_out(gap: Gap, above: Tensor) -> bool:
-    """Return whether a gap is wide beside the spacings of the eigenvalues ``above`` it, ``(k,)``.
+    """Return whether a gap is wide compared with the spacings of eigenvalues ``above``, ``(k,)``.
 
-    Nine of them must lie in an interval as wide as the gap, and no spacing may exceed half of its
-    width. A grid or a path has gaps of about the same width everywhere.
+    The nine next eigenvalues must lie in an interval as wide as the gap, and no spacing may exceed
+    half of its width. In a grid or a path, all gaps have about the same width.
     """
     angles = _angles(above[: TUNING.crowd + 1])
     if len(angles) <= TUNING.crowd:

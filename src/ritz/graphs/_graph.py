@@ -11,11 +11,12 @@ import scipy.sparse.csgraph
 import torch
 from torch import Tensor
 
+from ritz._core.checks import short
 from ritz._core.storage import storable
 
 Array = npt.NDArray[Any]
 
-NUM_REASONS = 5  # number of rejected records whose reason is stored; all are counted
+NUM_REASONS = 5  # reasons are stored for this many rejected records; all are counted
 
 
 class GraphError(ValueError):
@@ -33,14 +34,14 @@ class Intake:
     Attributes:
         source: Name of the file, or type of the object.
         num_records: Number of records.
-        num_self_loops: Self-loops.
+        num_self_loops: Number of self-loops.
         loops_kept: Whether self-loops were kept, as entries of the diagonal.
-        num_zero_weights: Edges of weight zero, which were dropped.
+        num_zero_weights: Number of edges of weight zero, which were dropped.
         num_merged: Number of repeated edges.
-        num_reciprocal: Pairs of vertices that occur in both orders.
-        directed: The source was directed, and its directions were dropped.
-        num_rejected: Invalid records, with ``errors="report"``.
-        reasons: What is wrong with the first few of these, with line numbers.
+        num_reciprocal: Number of pairs of vertices that occur in both orders.
+        directed: Whether the source was directed. Its directions were dropped.
+        num_rejected: Number of invalid records, with ``errors="report"``.
+        reasons: What is wrong with the first few of them, with line numbers.
     """
 
     source: str
@@ -156,7 +157,7 @@ class Graph:
             nodes: Distinct indices ``(k,)``, or a mask ``(num_nodes,)``.
         """
         index = _indices(nodes, self.num_nodes)
-        # Without weights one byte per entry suffices.
+        # Without weights, one byte per entry is enough.
         matrix = self._csr(np.int8)[index][:, index]
         matrix.sort_indices()
         names = torch.arange(self.num_nodes) if self.names is None else self.names
@@ -194,11 +195,13 @@ def _indices(nodes: Tensor | Array | list[int], n: int) -> Array:
             raise ValueError(f"nodes must be a mask of {n} entries, got shape {index.shape}")
         index = np.flatnonzero(index)
     if not index.size:
-        raise ValueError("nodes must contain at least one vertex")
+        raise ValueError("nodes must have at least one vertex, got none")
     if index.ndim != 1 or not np.issubdtype(index.dtype, np.integer):
-        raise ValueError(f"nodes must be a mask or a list of indices, got {nodes!r}")
+        raise ValueError(f"nodes must be a mask or a list of indices, got {short(nodes)}")
     if index.min() < 0 or index.max() >= n:
-        raise ValueError(f"nodes must lie between 0 and {n - 1}, got {index.min()}..{index.max()}")
+        raise ValueError(f"nodes must be between 0 and {n - 1}, got {index.min()}..{index.max()}")
     if len(np.unique(index)) != len(index):
-        raise ValueError("nodes must not contain a vertex twice")
+        values, counts = np.unique(index, return_counts=True)
+        twice = values[counts > 1][0]
+        raise ValueError(f"nodes must be distinct, got {twice} more than once")
     return index

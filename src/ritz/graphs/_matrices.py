@@ -1,4 +1,4 @@
-"""The matrices of a graph as operators, and all their eigenvalues for a small graph."""
+"""``laplacian`` and other matrices of a graph; all ``eigenvalues`` of a small graph."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def laplacian(
         dtype: Data type of the products; float32 is faster.
         device: Device of the products.
 
-    Memory: none beyond the graph on the CPU if its weights have that dtype.
+    Memory: none beyond the graph, on the CPU and if its weights have this dtype.
     """
     graph, device = as_graph(graph), check_place(dtype, device)
     weights = None if graph.weights is None else graph.weights.to(device)
@@ -77,7 +77,7 @@ def with_edges(graph: GraphLike) -> Graph:
     if not graph.num_edges:
         count = "one vertex" if graph.num_nodes == 1 else f"{graph.num_nodes:,} vertices"
         raise GraphError(
-            f"graph must have an edge, got {count} and none: all its eigenvalues are 0, and there "
-            "is no density; use eigenvalues()"
+            f"graph must have at least one edge, got {count} and no edge: all its eigenvalues are "
+            "0, which have no density; use eigenvalues()"
         )
     return graph

@@ -10,7 +10,7 @@ from torch import Tensor
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
-from ritz.graphs._filtered_count import NullSpace
+from ritz.graphs._block_krylov import NullSpace
 from ritz.graphs._gaps import TOP
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike
@@ -33,14 +33,14 @@ def spectral_clusters(
     r"""Return the cluster of each vertex, ``(n,)``, numbered in the order of first appearance.
 
     The eigenvectors of the ``k`` smallest eigenvalues of the normalised Laplacian have one row per
-    vertex. The rows are scaled to length one and sorted into ``k`` groups by k-means, which starts
-    from ``k`` nearly orthogonal rows (QR with pivoting), so that no restarts are needed. The
-    eigenvectors of the eigenvalue 0 are those of the components. Lanczos computes the others. An
-    isolated vertex is a cluster. Memory: ``3 k`` vectors.
+    vertex. The rows are scaled to length one and sorted into ``k`` groups by k-means. K-means
+    starts from ``k`` nearly orthogonal rows (QR with pivoting), so no restarts are needed. The
+    eigenvectors of the eigenvalue 0 are known from the components, and Lanczos computes the others.
+    An isolated vertex is a cluster. Memory: ``3 k`` vectors.
 
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
-        num_clusters: ``k``, at least the number of components;
+        num_clusters: Number ``k`` of clusters, at least the number of components.
             :func:`ritz.graphs.count_clusters` estimates it.
         max_steps: Maximum number of products. Defaults to that of :func:`ritz.eigenpairs`.
         generator: Source of the start vectors. Defaults to a new generator with seed 0.
@@ -107,7 +107,8 @@ def _groups(graph: Graph, null: NullSpace, vectors: Tensor, count: int) -> Tenso
     rows = torch.zeros(len(place), len(components), dtype=torch.float64)
     rows[torch.arange(len(place)), place] = null.entries[joined]
     rows = torch.cat([rows, vectors[joined]], dim=1)
-    # Without links, rows of one cluster are equal and rows of different ones are orthogonal.
+    # Without links between clusters, rows of one cluster are equal, and rows of different clusters
+    # are orthogonal.
     rows /= rows.norm(dim=1, keepdim=True)
     wanted = count - num_isolated
     _, pivots = scipy.linalg.qr(rows.T.numpy(), mode="r", pivoting=True)
@@ -117,6 +118,6 @@ def _groups(graph: Graph, null: NullSpace, vectors: Tensor, count: int) -> Tenso
 
 
 def _renumbered(labels: Tensor) -> Tensor:
-    """Labels in the order of their first appearance."""
+    """Return labels numbered in the order of first appearance."""
     _, first, place = np.unique(labels.numpy(), return_index=True, return_inverse=True)
     return torch.from_numpy(first.argsort().argsort()[place])

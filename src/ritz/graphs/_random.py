@@ -1,14 +1,15 @@
 """Random graph models: the standard ones, graphs with prescribed degrees, and planted clusters."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range, short
+from ritz._core.density import as_points
 from ritz._core.random import resolve_generator
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import Records, Rules, assemble
@@ -16,8 +17,8 @@ from ritz.graphs._io import Records, Rules, assemble
 # ------------------------------------------------------------------------------------------
 # Erdős-Rényi, blocks, Watts-Strogatz, Barabási-Albert, and prescribed degrees.
 
-# Rounds of random draws before free places are listed. If half of the places are free, each round
-# succeeds for half of the edges.
+# Number of rounds of random draws before free places are listed. If half of the places are free,
+# each round succeeds for half of the edges.
 _ROUNDS = 20
 
 
@@ -47,19 +48,21 @@ def stochastic_block_model(
         probabilities: :math:`P`, symmetric ``(k, k)``.
         generator: Source of randomness. Defaults to a new generator with seed 0.
 
-    Cost: linear in the edges and in the pairs of blocks, and one step per distinct probability.
+    Cost: linear in the number of edges and of pairs of blocks, and one step per distinct
+    probability.
     """
+    check_sizes("sizes", sizes)
     k = len(sizes)
-    if not k:
-        raise ValueError("sizes must contain at least one block")
-    for one in sizes:
-        check_count("sizes", one)
+    probabilities = as_points(probabilities, "probabilities")
     if probabilities.shape != (k, k) or not torch.equal(probabilities, probabilities.T):
         raise ValueError(
-            f"probabilities must be symmetric ({k}, {k}), got {tuple(probabilities.shape)}"
+            f"probabilities must be symmetric ({k}, {k}), got {short(probabilities.tolist())}"
         )
     if not bool(((probabilities >= 0) & (probabilities <= 1)).all()):
-        raise ValueError("probabilities must lie between 0 and 1")
+        raise ValueError(
+            f"probabilities must be between 0 and 1, got {float(probabilities.min()):g} to "
+            f"{float(probabilities.max()):g}"
+        )
     generator = resolve_generator(generator)
     size = torch.tensor(list(sizes))
     starts = size.cumsum(0) - size
@@ -68,8 +71,8 @@ def stochastic_block_model(
     chances = probabilities[a, b]
     pairs = []
     for p in chances.unique().tolist():
-        # Number all pairs of vertices with this probability, one pair of blocks after the other.
-        # `within` is the number within a pair of blocks.
+        # Number all pairs of vertices with this probability, one pair of blocks after another.
+        # `within` is the number of a pair within its pair of blocks.
         equal = (chances == p).nonzero()[:, 0]
         ends = counts[equal].cumsum(0)
         index = _skipped(int(ends[-1]), p, generator)
@@ -131,11 +134,24 @@ def configuration_model(
             are erased, so a few degrees become smaller; ``graph.intake`` counts them.
         generator: Source of randomness. Defaults to a new generator with seed 0.
     """
-    degrees = torch.as_tensor(degrees, dtype=torch.int64)
-    if degrees.ndim != 1 or not len(degrees) or bool((degrees < 0).any()) or degrees.sum() % 2:
-        raise ValueError("degrees must be a vector of whole numbers with an even sum")
-    pairs = stub_pairs(degrees, resolve_generator(generator))
-    return graph_of(pairs, len(degrees), f"configuration model, n = {len(degrees)}")
+    values = as_points(degrees, "degrees")
+    whole = values.ndim == 1 and len(values) > 0 and bool((values == values.round()).all())
+    if not whole or bool((values < 0).any()) or values.sum() % 2:
+        raise ValueError(
+            f"degrees must be whole numbers (n,) with an even sum, got {short(degrees)}"
+        )
+    pairs = stub_pairs(values.long(), resolve_generator(generator))
+    return graph_of(pairs, len(values), f"configuration model, n = {len(values)}")
+
+
+def check_sizes(name: str, sizes: Sequence[int], *, low: int = 1) -> None:
+    """Raise unless ``sizes`` is a sequence of integers of at least ``low``, and not empty."""
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise TypeError(f"{name} must be integers such as [30, 30], got {short(sizes)}")
+    if not len(sizes):
+        raise ValueError(f"{name} must have at least one size, got none")
+    for size in sizes:
+        check_count(name, size, low=low)
 
 
 def stub_pairs(degrees: Tensor, generator: torch.Generator) -> Tensor:
@@ -199,7 +215,7 @@ def ring_edges(n: int, num_neighbors: int, p: float, generator: torch.Generator)
         return torch.stack([start, end])
     taken = pair_keys(start[~moved], end[~moved], n)
     while len(pending):
-        # At least half of all vertices are free for each edge on average, so this ends soon.
+        # On average, at least half of all vertices are free for each edge, so this ends soon.
         ends = torch.randint(0, n, (len(pending),), generator=generator)
         keys = pair_keys(start[pending], ends, n)
         free = (start[pending] != ends) & ~torch.isin(keys, taken) & first_of_equals(keys)
@@ -251,9 +267,9 @@ def attached_edges(n: int, num_edges: int, generator: torch.Generator) -> Tensor
     r"""Return the edges ``(2, r (n - r))`` of a preferential attachment graph.
 
     The ends of all edges form a list, with two places per edge. The content of a random earlier
-    place is an end drawn in proportion to its degree. All places are drawn at once, and their
-    contents follow by pointer doubling (Batagelj and Brandes, 2005). If a vertex draws another one
-    twice, the later place is drawn again. The first vertices, for which this is likely, are
+    place is a vertex drawn in proportion to its degree. All places are drawn at once, and their
+    contents follow by pointer doubling (Batagelj and Brandes, 2005). If a vertex draws the same
+    vertex twice, the later place is drawn again. This is likely for the first vertices, so they are
     attached one by one.
     """
     r = num_edges
@@ -273,7 +289,7 @@ def attached_edges(n: int, num_edges: int, generator: torch.Generator) -> Tensor
 
 
 def _first_attached(n: int, r: int, generator: torch.Generator) -> Tensor:
-    """Return second ends of the edges of the first ``n`` vertices; the first ``r`` are the star."""
+    """Return the second ends of the edges of the first ``n`` vertices, beginning with a star."""
 
     def uniforms() -> Iterator[float]:
         while True:
@@ -297,7 +313,7 @@ def _below(limit: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _contents(source: Tensor, known: Tensor, places: Tensor) -> Tensor:
-    """Return the second ends of all edges; even places have the source of an edge, odd its end."""
+    """Return the second ends of all edges. Even places are sources, odd ones their ends."""
     target = torch.cat([known, torch.full_like(places, -1)])
     pointer = torch.cat([torch.zeros_like(known), places])
     waiting = torch.arange(len(known), len(source))
@@ -315,7 +331,8 @@ def _contents(source: Tensor, known: Tensor, places: Tensor) -> Tensor:
 def _repeated_in_row(rows: Tensor) -> Tensor:
     """Return a mask of the entries that have an equal entry before them in their row."""
     repeated = torch.zeros_like(rows, dtype=torch.bool)
-    # NumPy sorts many short rows fast. Sort the few rows with repeats again, with their order.
+    # Sort all rows with NumPy, which is fast for short rows. Then sort the few rows with repeats
+    # again, to get the order.
     ordered = torch.from_numpy(np.sort(rows.numpy(), axis=1))
     hit = (ordered[:, 1:] == ordered[:, :-1]).any(1).nonzero()[:, 0]
     values, order = rows[hit].sort(dim=1, stable=True)
@@ -340,26 +357,24 @@ def cluster_graph(
     num_links: int,
     generator: torch.Generator | None = None,
 ) -> Graph:
-    r"""Return random graphs joined by a few edges: planted clusters.
+    r"""Return a graph with planted clusters: random graphs that are joined by a few edges.
 
-    The networks of *Spectral Machine Learning*, section 3.7.1.1: ``[30] * 9`` to ``[30] * 240`` for
-    Table 3.2, and mixed clusters of random sizes for Fig. 3.5. The normalised Laplacian has one
-    small eigenvalue per cluster if there are few links compared with the edges inside clusters.
+    If there are few links compared with the edges inside of clusters, the normalised Laplacian has
+    one small eigenvalue per cluster. The graphs of section 3.7.1.1 of *Spectral Machine Learning*
+    have ``[30] * 9`` to ``[30] * 240`` (Table 3.2), and mixed clusters of random sizes (Fig. 3.5).
 
     Args:
         sizes: Number of vertices of each cluster, in order.
-        kind: Model of the clusters; ``mixed`` takes the three in turn.
+        kind: ``erdos_renyi``, ``watts_strogatz``, ``barabasi_albert``, or ``mixed``, which uses the
+            three in turn.
         degree: Mean degree within a cluster. It is rounded to an even number for
             ``watts_strogatz`` and ``barabasi_albert``.
-        num_links: Edges between clusters, each from a random vertex of a random cluster to a
-            random vertex of another.
+        num_links: Number of edges between clusters, each from a random vertex of a random cluster
+            to a random vertex of another.
         generator: Source of randomness. Defaults to a new generator with seed 0.
     """
     check_choice("kind", kind, (*_KINDS, "mixed"))
-    if not sizes:
-        raise ValueError("sizes must contain at least one cluster")
-    for size in sizes:
-        check_count("sizes", size, low=4)
+    check_sizes("sizes", sizes, low=4)
     # A ring needs free places for rewiring.
     largest = min(sizes) / 2 if kind in ("mixed", "watts_strogatz") else min(sizes) - 1
     check_range("degree", degree, low=1, high=largest)
@@ -417,7 +432,7 @@ def _cluster(kind: str, size: int, degree: float, generator: torch.Generator) ->
         return erdos_renyi_edges(size, degree / (size - 1), generator)
     half = max(1, round(degree / 2))
     if kind == "watts_strogatz":
-        # Rewire half of the edges: a ring has small eigenvalues and is not a cluster.
+        # Rewire half of the edges, because a ring has small eigenvalues and is not a cluster.
         return ring_edges(size, 2 * half, 0.5, generator)
     return attached_edges(size, half, generator)
 

@@ -1,4 +1,4 @@
-"""``similarity``: divergences between the spectra of graphs, with errors."""
+"""``similarity``: distances between the spectra of graphs, with errors."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -40,10 +40,10 @@ class Similarity:
         names: Names of the ``N`` graphs.
         measure: The distance.
         matrix: Distances, symmetric ``(N, N)``, zero on the diagonal.
-        stderr: Monte-Carlo errors ``(N, N)`` by the jackknife over probes: the root of the
-            variance plus the squared bias, which dominates for similar spectra.
-        densities: The entropic spectra, all matched to within the same errors.
-        num_products: Matrix-vector products for all moments.
+        stderr: Monte-Carlo errors ``(N, N)`` from the jackknife over probes: the root of the
+            variance plus the squared bias. The bias dominates for similar spectra.
+        densities: The entropic spectra, whose moments are all matched to within the same errors.
+        num_products: Number of matrix-vector products for all moments.
         seed: Seed of the generator.
     """
 
@@ -77,23 +77,24 @@ def similarity(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Similarity:
-    r"""Estimate the distances between the spectra of graphs; similar graphs have small ones.
+    r"""Estimate the distances between the spectra of graphs. Similar graphs have small distances.
 
     .. math:: D(p, q) = \tfrac12 \big(KL(p \| q) + KL(q \| p)\big) =
         \tfrac12 \sum_i (\alpha_i - \beta_i)(\mu_i^q - \mu_i^p)
 
-    between entropic spectra, or another distance. All densities use the same number of moments and
-    the same tolerance: the largest that any of the graphs needs, and at least :math:`1/n`, the mass
-    of one eigenvalue. Otherwise a spectrum with a smaller tolerance would be sharper, which would
-    add to the distance. Sampling noise makes distances too large: with different probes, a graph
-    has a positive distance from itself. This bias is included in ``stderr`` and is not subtracted.
+    This is the default distance between entropic spectra :math:`p` and :math:`q`. All densities use
+    the same number of moments and the same tolerance, because a spectrum with a smaller tolerance
+    would be sharper, which would add to the distance. The tolerance is the largest that any of the
+    graphs needs, and at least :math:`1/n`, the mass of one eigenvalue. Sampling noise makes
+    distances too large: with different probes, a graph has a positive distance from itself. This
+    bias is included in ``stderr``. It is not subtracted.
 
     Cost: the moments of every graph, and eleven densities per graph for the jackknife, a few
     hundredths of a second each.
 
     Args:
-        graphs: Two or more graphs, by name or in a sequence: anything
-            :func:`ritz.graphs.as_graph` accepts, or moments of :func:`ritz.graphs.moments`.
+        graphs: Two or more graphs, in a sequence or in a dictionary by name: anything
+            :func:`ritz.graphs.as_graph` accepts, or moments from :func:`ritz.graphs.moments`.
         measure: ``symmetric_kl``; ``jensen_shannon``, at most :math:`\log 2`; ``wasserstein``,
             :math:`\int |F_p - F_q|`; or ``heat``, the root mean square difference of the heat
             traces over the logarithm of time (NetLSD), which needs no density.
@@ -130,13 +131,15 @@ def similarity(
                 )
             spectra.append(graph)
             bar.update(len(spectra))
-    # Moments do not have the number of vertices.
+    # The number of vertices is not known for moments.
     floors = [0.0 if isinstance(one, Moments) else 1 / one.num_nodes for one in named.values()]
     for one in spectra:
         check_moments("graphs", one)
     counts = sorted({len(one.mean) - 1 for one in spectra})
     if len(counts) > 1:
-        raise ValueError(f"graphs must have equally many moments, got {counts[0]} and {counts[-1]}")
+        raise ValueError(
+            f"graphs must all have the same number of moments, got {counts[0]} and {counts[-1]}"
+        )
     densities, errors = _common_densities(spectra, floors)
     matrix, error = _distances(spectra, densities, errors, measure)
     return Similarity(
@@ -196,14 +199,15 @@ def _distances(
             values = distance(features(left, parts), whole)
             variance[i] = jackknife(values).square()
             offset[i] = bias(values, matrix[i])
-    # The probes of the graphs are independent: variances add, and so do biases.
+    # The probes of different graphs are independent, so their variances add, as do their biases.
     variance = variance + variance.T + (offset + offset.T).square()
     return matrix, variance.fill_diagonal_(0.0).sqrt()
 
 
 # ------------------------------------------------------------------------------------------
-# Distances between many spectra at once. Each measure needs features of the spectra, from mean
-# moments ``(N, m + 1)`` and ``N`` densities, and a distance between all pairs of features.
+# Distances between many spectra at once. Each measure is a function that computes features of the
+# spectra from mean moments ``(N, m + 1)`` and ``N`` densities, and a distance between all pairs of
+# features.
 
 _POINTS = 4096  # nodes of the quadrature; 3,000 give errors of 0.001 in the tests
 
@@ -234,7 +238,7 @@ def _masses(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
 def _jensen_shannon(a: Tensor, b: Tensor) -> Tensor:
     # JS(p, q) = (KL(p | m) + KL(q | m)) / 2 with m = (p + q) / 2.
     def divergence(p: Tensor, q: Tensor) -> Tensor:
-        # Where both underflow the term is zero.
+        # If both underflow, the term is zero.
         terms: Tensor = torch.special.xlogy(p, p / q.clamp_min(1e-300))
         return terms.sum(-1)
 
@@ -262,7 +266,7 @@ def _root_mean_square(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _angles() -> Tensor:
-    """Return midpoints in the angle whose cosine is the variable, so that the variable ascends."""
+    """Return evenly spaced angles, descending, so that their cosines ascend."""
     return (torch.arange(_POINTS, dtype=torch.float64) + 0.5).flip(0) * (math.pi / _POINTS)
 
 

@@ -1,19 +1,30 @@
 """Measures of networks: sharpness, noise of mini-batches, landscapes, calibration."""
 
-from ritz.measures._advice import Advice, advice_cost, advise
+from ritz.measures._advice import advice_cost, advise
+from ritz.measures._advice_result import Advice
 from ritz.measures._batch_models import BatchCurve
 from ritz.measures._batch_prediction import BatchPrediction, batch_prediction, measured_batches
-from ritz.measures._calibrated import (
+from ritz.measures._bulk_edge import BulkEdge, bulk_edge
+from ritz.measures._calibration import (
     CalibratedSharpness,
     ExcessRisk,
+    Temperature,
     calibrated_sharpness,
     excess_risk,
+    scaled,
+    temperature,
 )
-from ritz.measures._calibration import Temperature, scaled, temperature
+from ritz.measures._critical_sharpness import critical_sharpness
 from ritz.measures._curvature_noise import batch_variance, curvature_variance, shrinkage
+from ritz.measures._damping import curvature_ratio, least_damping
 from ritz.measures._degeneracy import Degeneracy, rank_bound, rank_degeneracy
 from ritz.measures._folding import fold_batch_norm
-from ritz.measures._gradient_noise import GradientNoise, gradient_noise
+from ritz.measures._gradients import (
+    GradientNoise,
+    GradientOverlap,
+    gradient_noise,
+    gradient_overlap,
+)
 from ritz.measures._landscape import (
     Landscape,
     Landscape2d,
@@ -23,10 +34,8 @@ from ritz.measures._landscape import (
     random_direction,
     ritz_directions,
 )
-from ritz.measures._outliers import BulkEdge, GradientOverlap, bulk_edge, gradient_overlap
+from ritz.measures._learning_rates import stable_rate, trainable_rate
 from ritz.measures._sharpness import Sharpness, sharpness
-from ritz.measures._stability import curvature_ratio, least_damping, stable_rate
-from ritz.measures._trials import critical_sharpness, trainable_rate
 
 __all__ = [
     "Advice",

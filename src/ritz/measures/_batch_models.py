@@ -1,4 +1,4 @@
-"""Curves of the largest eigenvalue over batch sizes, one function for each prediction."""
+"""``BatchCurve``: the largest eigenvalue over batch sizes, with one function for each model."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ritz._core.results import Estimate, Status, skewed_stderr
+from ritz._core.results import Estimate, Status, format_uncertain, skewed_stderr
 from ritz._core.storage import storable
 from ritz.measures._batch_subspace import Projections, choose_groups, draw_batches
-from ritz.measures._groups import without_replacement
+from ritz.measures._groups import share_of_variance
 from ritz.rmt import additive_spikes, multiplicative_spikes
 
 # Mean, standard error and truncation of a number.
 Number = tuple[float, float, float]
 UNKNOWN: Number = (math.nan, math.nan, math.nan)
-# Fewest draws whose mean is corrected by the change of first order.
-FEWEST = 10
+# Minimum number of draws for the first-order change to serve as a control variate.
+MIN_DRAWS = 10
 
 
 @storable
@@ -27,12 +27,12 @@ class BatchCurve:
 
     Attributes:
         value: Mean of :math:`\lambda_1` over batches, ``(S,)``.
-        spread: Standard deviation of :math:`\lambda_1` between batches, ``(S,)``; NaN where the
-            model says nothing about it.
+        spread: Standard deviation of :math:`\lambda_1` between batches, ``(S,)``; NaN if the model
+            does not predict it.
         overlap: Mean of :math:`|\langle \varphi', \varphi_1 \rangle|^2`, the squared cosine between
             the leading eigenvectors of a batch and of all data, ``(S,)``.
-        source: Where each entry comes from: ``measured``, ``subspace``, ``directional``,
-            ``additive`` or ``multiplicative``, ``S`` of them.
+        source: Origin of each entry, ``S`` names: ``measured``, ``subspace``, ``directional``,
+            ``additive`` or ``multiplicative``.
     """
 
     value: Estimate
@@ -40,16 +40,29 @@ class BatchCurve:
     overlap: Estimate
     source: tuple[str, ...]
 
+    def __str__(self) -> str:
+        lines = [
+            f"Largest eigenvalue of batches of {len(self.source)} sizes",
+            f"  {'lambda_1':>18}  {'spread':>18}  {'overlap':>18}  from",
+        ]
+        for place, source in enumerate(self.source):
+            cells = (
+                format_uncertain(float(part.mean[place]), float(part.stderr[place]))
+                for part in (self.value, self.spread, self.overlap)
+            )
+            lines.append("  " + "  ".join([*(f"{cell:>18}" for cell in cells), source]))
+        return "\n".join(lines)
 
-class Facts:
-    """What all predictions use: the projections, and the numbers that follow from them.
+
+class SampleStatistics:
+    """Variances and mean eigenvalue that all predictions use, from the projections of groups.
 
     Args:
         projections: Projections of groups of samples.
         lambda_max: Largest eigenvalue of all data, with the L2 term.
         angle: Sine of the angle between the first vector of the basis and its eigenvector.
         l2: The L2 term, which shifts every eigenvalue.
-        num_products: Products that were used.
+        num_products: Number of products used.
         seed: Seed of groups and probes.
     """
 
@@ -64,27 +77,27 @@ class Facts:
     ) -> None:
         self.projections, self.l2 = projections, l2
         self.num_products, self.seed = num_products, seed
-        self.value = float(lambda_max.mean) - l2
-        # No prediction is known better than the eigenvalue of all data that it starts from.
-        self.slack = float(lambda_max.truncation)
+        self.lambda_1 = float(lambda_max.mean) - l2
+        # The error of the eigenvalue of all data is part of the error of every prediction.
+        self.lambda_error = float(lambda_max.truncation)
         p = projections
         size, rank = p.num_parameters, p.small.shape[1]
         along = p.factor * p.along()
         self.along = self._over_groups(along[:, 0], "V(phi_1)")
-        # V is a quadratic form: a vector off by the angle a changes it by 2 a |V phi| at most, to
-        # first order, and |V phi|^2 is below V(phi) times the largest V.
+        # V is a quadratic form. If phi is off by the angle a, V(phi) changes by at most 2 a |V phi|
+        # to first order, and |V phi|^2 is at most V(phi) times the largest V.
         largest = float(along.mean(0).max())
         tilt = 2 * angle * math.sqrt(max(float(self.along), 0.0) * largest)
         self.along = replace(self.along, truncation=torch.tensor(tilt, dtype=torch.float64))
-        # Relative error of V(phi_1), from the groups, which do not show all samples.
-        self.relative = float(self.along.stderr) / max(float(self.along), 1e-300)
+        # Relative error of V(phi_1). Groups of several samples do not show all their differences.
+        self.relative_error = float(self.along.stderr) / max(float(self.along), 1e-300)
         outside = p.factor * p.gaps
-        # P sigma^2 = (1/P) (sum of V in U + (P - k) E V(z)), and z is orthogonal to U.
+        # P sigma^2 = (1/P) (sum_a V(u_a) + (P - k) E V(z)), where the probes z are orthogonal to U.
         left = (size - rank) / size
         inside = along.sum(1) / size
         probed = outside.mean(1) if outside.shape[1] else torch.zeros_like(inside)
         grouped = self._over_groups(inside + left * probed, "P sigma^2")
-        # As many orthogonal probes as there are dimensions outside show all of it.
+        # Probes that span the whole complement of U cause no sampling error.
         complete = outside.shape[1] == size - rank
         sampled = 0.0 if complete else _error(outside.mean(0)) * left
         self.variance = replace(
@@ -96,25 +109,26 @@ class Facts:
         self.bulk = self._mean_outside(p.curvature, complete)
 
     @property
-    def centre(self) -> float:
-        """Mean eigenvalue outside of the subspace, without the L2 term."""
+    def bulk_mean(self) -> float:
+        """Mean eigenvalue ``s`` outside of the subspace, without the L2 term."""
         return float(self.bulk) - self.l2
 
     def ratio(self, size: int) -> float:
-        """Return the variance of a batch over that of a sample, :math:`1/b`."""
-        return without_replacement(size, self.projections.num_samples)
+        """Return :math:`1/b`, the variance of a batch as a fraction of that of a sample."""
+        return share_of_variance(size, self.projections.num_samples)
 
     def lindeberg(self, sizes: Sequence[int]) -> Tensor:
         """Return the Lindeberg ratio of each batch size, ``(S,)``."""
         p = self.projections
         squares = (p.small[:, 0, 0] - p.small[:, 0, 0].mean()).square()
         total = squares.sum().clamp_min(torch.finfo(torch.float64).tiny)
-        # A batch has B/g terms, and the standard deviation of their sum is sqrt(B/g) times theirs.
+        # A batch is a sum of B/g groups, so its standard deviation is sqrt(B/g) times theirs. A
+        # group dominates if its own deviation exceeds this.
         limits = [squares.mean() * max(1.0, size / p.group_size) for size in sizes]
         return torch.stack([squares[squares > limit].sum() / total for limit in limits])
 
     def _over_groups(self, gaps: Tensor, what: str) -> Estimate:
-        """Return the mean of squared deviations of groups; exact for groups of one sample."""
+        """Return the mean over groups of squared deviations; exact for groups of one sample."""
         estimate = Estimate.exact(
             float(gaps.mean()),
             method=f"{what} from {len(gaps)} groups",
@@ -147,7 +161,7 @@ def _error(samples: Tensor) -> float:
 # Curves.
 
 
-def curve(
+def make_curve(
     columns: Sequence[tuple[Number, Number, Number]],
     method: str,
     source: str,
@@ -155,7 +169,7 @@ def curve(
     degrees: int,
     generator: torch.Generator | int,
 ) -> BatchCurve:
-    """Return a curve from the value, spread and overlap of each batch size."""
+    """Return a curve from the value, the spread and the overlap for each batch size."""
     seed = generator if isinstance(generator, int) else generator.initial_seed()
     table = torch.tensor(columns, dtype=torch.float64)
 
@@ -175,20 +189,20 @@ def curve(
     return BatchCurve(value=value, spread=spread, overlap=overlap, source=(source,) * len(columns))
 
 
-def of_samples(values: Tensor, overlaps: Tensor, changes: Tensor) -> tuple[Number, Number, Number]:
-    """Return value, spread and overlap of batches, ``(d,)`` each.
+def summarize(values: Tensor, overlaps: Tensor, changes: Tensor) -> tuple[Number, Number, Number]:
+    """Return value, spread and overlap from the results ``(d,)`` of ``d`` batches.
 
-    The changes of first order are ``phi_1' (H_B - H) phi_1``. Their mean over all batches is zero,
-    so their mean over the draws is known error.
+    ``changes`` are the first-order changes ``phi_1' (H_B - H) phi_1``. Their mean over all batches
+    is zero, so they serve as a control variate of the value.
     """
     if len(values) == 1:
         return (float(values), 0.0, 0.0), (0.0, 0.0, 0.0), (float(overlaps), 0.0, 0.0)
     off = changes - changes.mean()
     square = float(off @ off)
-    # A slope through a few draws would explain their noise as well.
-    slope = float(off @ values) / square if square > 0 and len(values) >= FEWEST else 0.0
+    # With few draws, the slope would fit their noise.
+    slope = float(off @ values) / square if square > 0 and len(values) >= MIN_DRAWS else 0.0
     adjusted = values - slope * changes
-    # The slope takes one degree of freedom more than the mean.
+    # The slope takes one more degree of freedom.
     wider = math.sqrt((len(values) - 1) / (len(values) - 2)) if slope else 1.0
     return (
         (float(adjusted.mean()), wider * _error(adjusted), 0.0),
@@ -203,128 +217,131 @@ def _spread_error(values: Tensor) -> float:
     variance = float(off.square().mean())
     if variance == 0:
         return 0.0
-    # var(s) = s^2 (kurtosis - 1) / (4 n); a normal kurtosis at least, as few draws have less.
+    # var(s) = s^2 (kurtosis - 1) / (4 n). Few draws underestimate the kurtosis, so use at least
+    # that of a normal distribution.
     kurtosis = max(3.0, float(off.pow(4).mean()) / variance**2)
     return math.sqrt(variance * (kurtosis - 1) / (4 * len(values)))
 
 
 def subspace(
-    facts: Facts, sizes: Sequence[int], num_draws: int, generator: torch.Generator
+    stats: SampleStatistics, sizes: Sequence[int], num_draws: int, generator: torch.Generator
 ) -> BatchCurve:
-    """Return the subspace bootstrap, with the changes from coarser versions as truncation."""
-    p = facts.projections
+    """Return the subspace bootstrap. Its truncation comes from two coarser versions of it."""
+    p = stats.projections
     half = p.leading(max(1, p.small.shape[1] // 2))
-    # Without the curvature of a group along its own leak, the equation is that of second order.
+    # Without the curvature of groups along their leaks, the equation is of second order.
     plain = replace(p, curved=False)
     columns = []
     for size in sizes:
         chosen = choose_groups(p, size, num_draws, generator)
         full, fewer, bare = (
-            of_samples(draws.values, draws.overlaps, draws.first)
+            summarize(draws.values, draws.overlaps, draws.first)
             for draws in (
-                draw_batches(part, size, chosen, facts.centre) for part in (p, half, plain)
+                draw_batches(part, size, chosen, stats.bulk_mean) for part in (p, half, plain)
             )
         )
-        columns.append(_with_errors(full, fewer, bare, facts))
+        columns.append(_with_errors(full, fewer, bare, stats))
     method = f"{num_draws} batches of {p.num_groups} groups in {p.small.shape[1]} eigenvectors"
-    return curve(columns, method, "subspace", facts.num_products, num_draws - 1, facts.seed)
+    return make_curve(columns, method, "subspace", stats.num_products, num_draws - 1, stats.seed)
 
 
 def _with_errors(
     full: tuple[Number, Number, Number],
     fewer: tuple[Number, Number, Number],
     bare: tuple[Number, Number, Number],
-    facts: Facts,
+    stats: SampleStatistics,
 ) -> tuple[Number, Number, Number]:
     """Add the error of the groups, and as truncation the larger of two changes.
 
-    One is the change from half of the vectors. The other is half of the last term of the equation,
-    as the terms that are left out are smaller than the last one that is kept.
+    The first is the change from half of the vectors. The second is half of the last term of the
+    equation, because the omitted terms are smaller than this term.
     """
     value, spread, overlap = (number[0] for number in full)
-    # To first order the shift is proportional to the variance V(phi_1), the spread to its root,
-    # and an overlap 1/(1 + x) changes by o (1 - o) per relative change of x.
-    scales = (abs(value - facts.value), spread / 2, overlap * (1 - overlap))
+    # To first order, the shift is proportional to V(phi_1) and the spread to its root. An overlap
+    # o = 1/(1 + x) changes by o (1 - o) per relative change of x.
+    scales = (abs(value - stats.lambda_1), spread / 2, overlap * (1 - overlap))
     rows = [
         (
             number[0],
-            math.hypot(number[1], scale * facts.relative),
+            math.hypot(number[1], scale * stats.relative_error),
             max(abs(number[0] - other[0]), abs(number[0] - last[0]) / 2),
         )
         for number, other, last, scale in zip(full, fewer, bare, scales, strict=True)
     ]
     first, second, third = rows
-    return (first[0] + facts.l2, first[1], first[2] + facts.slack), second, third
+    return (first[0] + stats.l2, first[1], first[2] + stats.lambda_error), second, third
 
 
-def directional(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
+def directional(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
     r"""Return :math:`\lambda_1 + V(\varphi_1)/(b (\lambda_1 - s))`, to second order."""
-    p, gap = facts.projections, facts.value - facts.centre
-    # phi'(H_B - H) phi is the change of first order: it has mean zero and makes the spread.
+    p, gap = stats.projections, stats.lambda_1 - stats.bulk_mean
+    # phi'(H_B - H) phi is the first-order change. It has mean zero and causes the spread.
     first = p.small[:, 0, 0] - p.small[:, 0, 0].mean()
     variance = p.factor * float(first.square().mean())
     columns = []
     for size in sizes:
-        spread = math.sqrt(variance * facts.ratio(size))
+        spread = math.sqrt(variance * stats.ratio(size))
         value, overlap = UNKNOWN, UNKNOWN
-        if gap > 0:  # otherwise the eigenvalue is not outside of the bulk
-            shift = float(facts.along) * facts.ratio(size) / gap
-            error = shift * facts.relative
-            value = facts.value + facts.l2 + shift, error, facts.slack
+        if gap > 0:  # otherwise the eigenvalue is inside of the bulk
+            shift = float(stats.along) * stats.ratio(size) / gap
+            error = shift * stats.relative_error
+            value = stats.lambda_1 + stats.l2 + shift, error, stats.lambda_error
             # 1 - V / (b gap^2)
             overlap = max(0.0, 1 - shift / gap), error / gap, 0.0
-        columns.append((value, (spread, spread * facts.relative / 2, 0.0), overlap))
+        columns.append((value, (spread, spread * stats.relative_error / 2, 0.0), overlap))
     how = "V(phi_1) from the groups"
-    return curve(columns, how, "directional", facts.num_products, facts.along.degrees, facts.seed)
-
-
-def additive(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
-    """Return the additive model of the papers, with one variance for all directions."""
-    # P sigma^2 and one standard error less and more, for each 1/b
-    noise = facts.variance.mean + facts.variance.stderr * torch.tensor([0.0, -1.0, 1.0])
-    ratios = torch.tensor([facts.ratio(size) for size in sizes], dtype=torch.float64)
-    spikes = additive_spikes(
-        facts.value,
-        variance=noise.clamp_min(0.0)[:, None] * ratios,
-        centre=facts.centre,
-        size=facts.projections.num_parameters,
+    return make_curve(
+        columns, how, "directional", stats.num_products, stats.along.degrees, stats.seed
     )
-    return _spiked(facts, spikes.value, spikes.stddev, spikes.overlap, "additive")
 
 
-def multiplicative(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
+def additive(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
+    """Return the additive model of the papers: noise of the same variance in all directions."""
+    # P sigma^2, and P sigma^2 minus and plus one standard error, for each 1/b
+    noise = stats.variance.mean + stats.variance.stderr * torch.tensor([0.0, -1.0, 1.0])
+    ratios = torch.tensor([stats.ratio(size) for size in sizes], dtype=torch.float64)
+    spikes = additive_spikes(
+        stats.lambda_1,
+        variance=noise.clamp_min(0.0)[:, None] * ratios,
+        centre=stats.bulk_mean,
+        size=stats.projections.num_parameters,
+    )
+    return _spiked(stats, spikes.value, spikes.stddev, spikes.overlap, "additive")
+
+
+def multiplicative(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
     """Return the multiplicative model of the papers; NaN unless bulk and outlier are positive."""
-    bulk = facts.centre + float(facts.bulk.stderr) * torch.tensor([0.0, -1.0, 1.0])
+    bulk = stats.bulk_mean + float(stats.bulk.stderr) * torch.tensor([0.0, -1.0, 1.0])
     shape = (3, len(sizes))
-    if not (facts.centre > 0 and facts.value > 0):
+    if not (stats.bulk_mean > 0 and stats.lambda_1 > 0):
         unknown = torch.full(shape, torch.nan, dtype=torch.float64)
-        return _spiked(facts, unknown, unknown, unknown, "multiplicative")
-    order = facts.projections.num_parameters
+        return _spiked(stats, unknown, unknown, unknown, "multiplicative")
+    order = stats.projections.num_parameters
     spikes = multiplicative_spikes(
-        facts.value,
+        stats.lambda_1,
         ratio=order / torch.tensor(sizes, dtype=torch.float64),
-        # An error as large as the bulk itself would make it negative.
-        bulk=bulk.double().clamp_min(0.1 * facts.centre)[:, None],
+        # The lower value must stay positive, even if the error exceeds the bulk.
+        bulk=bulk.double().clamp_min(0.1 * stats.bulk_mean)[:, None],
         size=order,
     )
-    return _spiked(facts, spikes.value, spikes.stddev, spikes.overlap, "multiplicative")
+    return _spiked(stats, spikes.value, spikes.stddev, spikes.overlap, "multiplicative")
 
 
 def _spiked(
-    facts: Facts, values: Tensor, spreads: Tensor, overlaps: Tensor, source: str
+    stats: SampleStatistics, values: Tensor, spreads: Tensor, overlaps: Tensor, source: str
 ) -> BatchCurve:
-    """Return the curve of a model at a parameter and one standard error below and above it."""
+    """Return a curve from a model at its parameter, and at one standard error below and above."""
     columns = []
     for place in range(values.shape[1]):
         numbers = [
             (float(part[0, place]), abs(float(part[2, place] - part[1, place])) / 2, slack)
             for part, slack in (
-                (values + facts.l2, facts.slack),
+                (values + stats.l2, stats.lambda_error),
                 (spreads, 0.0),
                 (overlaps, 0.0),
             )
         ]
         columns.append((numbers[0], numbers[1], numbers[2]))
-    parameter = facts.variance if source == "additive" else facts.bulk
+    parameter = stats.variance if source == "additive" else stats.bulk
     how = f"{source} spiked model"
-    return curve(columns, how, source, facts.num_products, parameter.degrees, facts.seed)
+    return make_curve(columns, how, source, stats.num_products, parameter.degrees, stats.seed)

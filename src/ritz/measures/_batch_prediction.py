@@ -1,4 +1,4 @@
-"""What the curvature of a mini-batch will be, predicted from products on the full data."""
+"""``batch_prediction`` of the curvature of mini-batches, and ``measured_batches`` to compare."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_finite, check_tensor, is_below
+from ritz._core.checks import check_count, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, plain_estimate
@@ -15,17 +15,24 @@ from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, EngineName
 from ritz.measures._batch_models import (
     BatchCurve,
-    Facts,
+    SampleStatistics,
     additive,
-    curve,
     directional,
+    make_curve,
     multiplicative,
-    of_samples,
     subspace,
+    summarize,
 )
 from ritz.measures._batch_subspace import Projections, project, small_batches
-from ritz.measures._groups import check_batch_sizes, check_groups, random_vectors
-from ritz.measures._outliers import vector_errors
+from ritz.measures._bulk_edge import check_pairs, vector_errors
+from ritz.measures._groups import (
+    check_batch_sizes,
+    check_groups,
+    choose_group_size,
+    random_groups,
+    random_vectors,
+)
+from ritz.measures._landscape import check_direction
 from ritz.operators import ShiftedOperator
 from ritz.spectra import Eigenpairs, Spectrum, eigenpairs
 
@@ -34,46 +41,48 @@ from ritz.spectra import Eigenpairs, Spectrum, eigenpairs
 class Tuning:
     """Sizes of the work of :func:`batch_prediction`."""
 
-    # Vectors of the subspace. On three networks on MNIST 40 moved predictions by less than 3 %
-    # from batches of 32 on, and 10 by up to 4 %.
+    # Number of vectors of the subspace. On three networks on MNIST and for batches of 32 or more,
+    # 40 vectors changed the predictions by less than 3 %, and 10 vectors by up to 4 %.
     num_vectors: int = 20
-    # Groups by default: V(phi_1) is then known to 5 to 10 %.
+    # Default number of groups. V(phi_1) is then known to 5 to 10 %.
     num_groups: int = 512
-    # Random vectors outside of the subspace, for P sigma^2 and the mean eigenvalue there.
+    # Number of random vectors outside of the subspace, for P sigma^2 and the mean eigenvalue there.
     num_probes: int = 8
-    # Residual of the eigenvectors, relative to the norm. Overlaps are then good to 0.01 unless
-    # eigenvalues lie closer than 10 % of the norm.
+    # Residual of the eigenvectors relative to the norm. Overlaps then have errors of 0.01, unless
+    # eigenvalues lie closer together than 10 % of the norm.
     rtol: float = 1e-3
-    # Fewest and most batches that are drawn for each small size, and the residual of their
-    # eigenvectors. The error of the eigenvalue is of the order of its square. Eigenvalues of 8
-    # samples are skewed: for LeNet the means of 20 and of 32 batches, each over two epochs and
-    # three seeds, differed by 19 %.
+    # Minimum and maximum number of batches that are drawn for each small size. Eigenvalues of
+    # batches of 8 are skewed: for a LeNet, the means of 20 and of 32 batches, each over two epochs
+    # and three seeds, differed by 19 %.
     num_measured: tuple[int, int] = (32, 128)
+    # Relative residual of their eigenvectors. The error of the eigenvalue is about its square.
     rtol_measured: float = 1e-2
-    # Batch size from which on products are traced. For a LeNet at 2,048 tracing is twice as fast,
-    # at 512 it takes longer than the products.
+    # Smallest batch size for which products are traced. For a LeNet, tracing is twice as fast at
+    # 2,048; at 512 it takes longer than the products.
     traced: int = 1024
-    # V(phi_1) / P sigma^2 above which noise is not homogeneous, and Lindeberg ratio above which it
-    # is not normal. Homogeneous Gaussian noise has 1, and 0.2 for a batch of one, 0.05 for four.
+    # The noise is not homogeneous if V(phi_1) / P sigma^2 is above this (homogeneous noise has 1).
     homogeneous: float = 2.0
+    # The noise is not normal if the Lindeberg ratio is above this. Homogeneous Gaussian noise has
+    # 0.2 for a batch of one and 0.05 for a batch of four.
     lindeberg: float = 0.1
-    # Batches of fewer samples are drawn, up to this share of all samples: the subspace was 13 to
-    # 44 % low for two samples on well-trained networks (N = 600), and up to 26 % off for four.
+    # Batches below this size are drawn, if they have at most 1/share of all samples. For two
+    # samples on well-trained networks (N = 600) the subspace was 13 to 44 % too low, and for four
+    # it was up to 26 % off.
     smallest: int = 8
     share: int = 64
-    # Batches of up to this share of all samples are drawn as well: 32 of them need 16 products
-    # each, together 4 with the whole matrix.
+    # Batches of up to 1/cheap of all samples are drawn as well. 32 of them, with 16 products each,
+    # cost 4 products with the whole matrix.
     cheap: int = 128
-    # Shift over lambda_1 up to which `directional`, which is of second order, is trusted. On four
-    # networks of N = 600 that had fitted their data it was 0 to 10 % high for shifts of 0.1 to
-    # 0.25, 14 % for 0.65, 3 to 29 % for 1.1, and 38 to 290 % for shifts of 2.7 and more.
+    # `directional` is of second order. It is trusted up to this shift relative to lambda_1. On four
+    # networks that had fitted their N = 600 samples it was 0 to 10 % too high for shifts of 0.1 to
+    # 0.25, 14 % for 0.65, 3 to 29 % for 1.1, and 38 to 290 % for shifts of 2.7 or more.
     second_order: float = 0.5
-    # Deviation from `best` up to which the others are trusted.
+    # Other predictions are trusted up to this relative deviation from `best`.
     agreement: float = 0.1
 
 
 TUNING = Tuning()
-# Predictions beside the best one, in the order of the table.
+# The predictions, in the order of the columns of the table.
 MODELS = ("subspace", "directional", "additive", "multiplicative")
 
 
@@ -85,28 +94,29 @@ class BatchPrediction:
     Attributes:
         batch_sizes: Batch sizes :math:`B`; batches are drawn without replacement.
         matrix: ``hessian`` or ``ggn``.
-        num_samples: :math:`N`.
-        num_parameters: :math:`P`.
+        num_samples: Number of samples :math:`N`.
+        num_parameters: Number of parameters :math:`P`.
         lambda_max: Largest eigenvalue :math:`\lambda_1` of the matrix of all data.
         variance: :math:`P \sigma^2`, the variance of the matrices of single samples.
         along: :math:`V(\varphi_1)`, the variance along the leading eigenvector.
         bulk: Mean :math:`s` of the eigenvalues outside of the subspace.
-        lindeberg: Lindeberg ratio of each batch size, ``(S,)``: the share of the variance of
-            :math:`\varphi_1^\top H_i \varphi_1` in samples that alone move the mean of a batch by
-            more than one standard deviation. The papers' models assume that it is small.
+        lindeberg: Lindeberg ratio for each batch size, ``(S,)``: the fraction of the variance of
+            :math:`\varphi_1^\top H_i \varphi_1` that comes from samples so extreme that one of them
+            moves the mean of a batch by more than a standard deviation. The papers' models assume
+            that this fraction is small.
         subspace: The subspace bootstrap.
         directional: :math:`\lambda_1 + V(\varphi_1) / (b (\lambda_1 - s))`.
         additive: The additive model of the papers, with homogeneous noise.
         multiplicative: The multiplicative model of the papers; NaN where it does not apply.
         best: The prediction to use for each batch size.
-        trusted: Whether to trust each prediction, by its name and for each batch size; see
+        trusted: For each prediction, by name, whether it can be trusted at each batch size; see
             :func:`batch_prediction`.
-        num_vectors: Vectors ``k`` of the subspace.
-        group_size: Samples per group.
-        num_draws: Batches drawn for each size.
+        num_vectors: Number ``k`` of vectors of the subspace.
+        group_size: Number of samples per group.
+        num_draws: Number of batches drawn for each size.
         num_products: Number of products with the whole matrix.
-        cost: Cost in products with the whole matrix, where a product with a batch counts in
-            proportion to its size. One product costs about one gradient.
+        cost: Cost in products with the whole matrix. A product with a batch counts in proportion to
+            the size of the batch. One product costs about as much as one or two gradients.
         seed: Seed of groups, probes and draws.
     """
 
@@ -134,7 +144,7 @@ class BatchPrediction:
 
     def __str__(self) -> str:
         lines = [
-            f"Batches of the {self.matrix}: {self.num_parameters:,} parameters, "
+            f"Predicted {self.matrix} of mini-batches: {self.num_parameters:,} parameters, "
             f"{self.num_samples:,} samples",
             f"  lambda_1 = {plain_estimate(self.lambda_max)}, "
             f"P sigma^2 = {plain_estimate(self.variance)}, "
@@ -155,58 +165,61 @@ class BatchPrediction:
             )
         lines += [f"  {line}" for line in _verdicts(self)]
         lines.append(
-            f"  {self.num_products} products and {self.cost - self.num_products:.2g} more in "
-            f"batches; {self.num_vectors} eigenvectors, groups of {self.group_size}"
+            f"  {self.num_vectors} eigenvectors, groups of {self.group_size}; cost: "
+            f"{self.num_products} products, and {self.cost - self.num_products:.2g} more for "
+            "measured batches"
         )
         return "\n".join(lines)
 
 
 def homogeneity(result: BatchPrediction) -> float:
-    r"""Return :math:`V(\varphi_1) / P \sigma^2`, which is 1 for homogeneous noise and for none."""
-    # Variances below the squared roundoff of the eigenvalue are zero.
+    r"""Return :math:`V(\varphi_1) / P \sigma^2`: 1 for homogeneous noise and without noise."""
+    # Variances below the squared roundoff of the eigenvalue count as zero.
     noise = float(result.along), float(result.variance)
     roundoff = (1e-12 * float(result.lambda_max)) ** 2
     return 1.0 if is_below(max(noise), roundoff) else noise[0] / max(noise[1], 1e-300)
 
 
 def bracketed(result: BatchPrediction, name: str, place: int, text: str) -> str:
-    """Return a number of a prediction as text, in brackets if it is not to be trusted."""
+    """Return a text in brackets if the prediction at this place cannot be trusted."""
     return text if result.trusted[name][place] else f"({text})"
 
 
-def _trusted(
+def _trust(
     lambda_max: Estimate,
     best: BatchCurve,
     curves: Mapping[str, BatchCurve],
 ) -> dict[str, tuple[bool, ...]]:
-    """Return whether to trust each prediction, for each batch size."""
+    """Return whether each prediction can be trusted, for each batch size."""
     top, value = float(lambda_max), best.value.mean
-    # A shift V / (b lambda) beyond a half of lambda is no longer small, as second order asks.
+    # The second-order formula needs a shift V / (b lambda) that is small beside lambda.
     shift = (curves["directional"].value.mean - top).abs()
     rules = {"directional": shift <= TUNING.second_order * abs(top)}
-    # Where batches were drawn they judge the subspace, and elsewhere it is the best.
+    # For sizes at which no batches were drawn, `best` is `subspace`.
     for name in ("subspace", "additive", "multiplicative"):
         gap = (curves[name].value.mean - value).abs()
         rules[name] = gap <= TUNING.agreement * value.abs()
-    # NaN, of a model that does not apply, is never below anything.
+    # A model that does not apply gives NaN, and comparisons with NaN are false.
     return {name: tuple(rule.tolist()) for name, rule in rules.items()}
 
 
 def _verdicts(result: BatchPrediction) -> list[str]:
-    """Return when to trust which prediction, and which assumptions of the models fail."""
+    """Return which predictions to trust, and which assumptions of the models fail."""
     lines = [
-        "trust the first three columns; a number in brackets is outside of the range of its model:",
-        f"  `directional` where it moves lambda_1 by more than {TUNING.second_order:.0%},",
-        f"  the others where they are more than {TUNING.agreement:.0%} from the first column",
+        "Use the first three columns. Do not trust the numbers in brackets:",
+        f"  `directional` if it shifts lambda_1 by more than {TUNING.second_order:.0%},",
+        f"  the others if they deviate from the first column by more than {TUNING.agreement:.0%}",
     ]
     ratio = homogeneity(result)
     if not is_below(ratio, TUNING.homogeneous):
         lines.append(
-            f"the additive model does not apply: V(phi_1) is {ratio:.3g} times P sigma^2, which it "
-            "takes for equal"
+            "The additive model does not apply: it assumes V(phi_1) = P sigma^2, but V(phi_1) is "
+            f"{ratio:.3g} times P sigma^2."
         )
     if bool(result.multiplicative.value.mean.isnan().any()):
-        lines.append("the multiplicative model does not apply: the mean eigenvalue is not positive")
+        lines.append(
+            "The multiplicative model does not apply: the mean eigenvalue is not positive."
+        )
     heavy = [
         f"{size:,}"
         for size, share in zip(result.batch_sizes, result.lindeberg.tolist(), strict=True)
@@ -214,7 +227,7 @@ def _verdicts(result: BatchPrediction) -> list[str]:
     ]
     if heavy:
         lines.append(
-            "single samples dominate batches of " + ", ".join(heavy) + ": the noise is not normal"
+            f"The noise is not normal: single samples dominate batches of {', '.join(heavy)}."
         )
     return lines
 
@@ -231,106 +244,102 @@ def batch_prediction(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> BatchPrediction:
-    r"""Predict the largest eigenvalue of mini-batch matrices, its spread and the overlap.
+    r"""Predict the largest eigenvalue of mini-batch matrices, its spread and its overlap.
 
     .. math:: \lambda' = \lambda_\text{max}\Big(T + \frac{1}{c^2} \sum_{j \in \text{batch}}
         \frac{S_j}{\lambda' - s - \kappa_j / c}\Big), \quad
         T = \frac1c \sum_{j \in \text{batch}} U^\top H_j U
 
-    Random groups ``j`` of samples are seen from the ``k`` leading eigenvectors :math:`U` of all
-    data, in one pass: :math:`U^\top H_j U`, and :math:`S_j = U^\top H_j (I - UU^\top) H_j U`,
-    what leaves the subspace. A batch of any size is then ``c`` groups drawn without replacement,
-    without further products. :math:`\kappa_j` is the curvature of a group along its own leak, and
-    :math:`s` the mean eigenvalue outside of :math:`U`.
+    One pass over the data projects the matrices :math:`H_j` of random groups of samples on the
+    ``k`` leading eigenvectors :math:`U` of all data. It gives :math:`U^\top H_j U`, and the part
+    that leaves the subspace, :math:`S_j = U^\top H_j (I - UU^\top) H_j U` (the *leak*). Batches of
+    any size are then drawn as ``c`` groups without replacement, without further products.
+    :math:`\kappa_j` is the curvature of a group along its leak, and :math:`s` is the mean
+    eigenvalue outside of :math:`U`.
 
     =================  ========================================================================
-    prediction         what it is
+    prediction         meaning
     =================  ========================================================================
     ``subspace``       the equation above, averaged over drawn batches: mean, spread and overlap
     ``directional``    :math:`\lambda_1 + V(\varphi_1) / (b (\lambda_1 - s))`; its overlap is too
                        large, because batches mix the outliers
     ``additive``       the papers' model: noise of variance :math:`P \sigma^2` in all directions
     ``multiplicative`` the papers' model of covariance matrices, whose bulk is :math:`s`
-    ``best``           ``subspace``, and for small sizes 32 to 128 batches that are really drawn:
-                       below 8 samples or a group, and up to ``N/128``, for 4 products each
+    ``best``           ``subspace``, but measured on 32 to 128 batches for small sizes: below 8
+                       samples or one group, and up to ``N/128``; each size costs 4 products
     =================  ========================================================================
 
-    Trust ``best``. ``trusted`` says where the others can be trusted: ``directional`` where it moves
-    :math:`\lambda_1` by at most a half, because it is of second order and far too large beyond
-    (6.7 for 2.4 on a network that has fitted its data); the others where they are within 10 % of
-    ``best``. Printed tables have all other numbers in brackets.
+    Use ``best``. ``trusted`` says where the others can be trusted. ``directional`` is of second
+    order and can be trusted if it shifts :math:`\lambda_1` by at most a half. Beyond, it is far too
+    large: 6.7 instead of 2.4 on a network that had fitted its data. The others can be trusted
+    within 10 % of ``best``. In the printed table, numbers that cannot be trusted are in brackets.
 
-    On four networks on MNIST the mean of ``best`` was within 5 % of the measured one for batches of
-    8, and within 2 % from 32 on; that of ``subspace`` within 9 and 3 %. ``additive`` was 68 to
-    73 % too low for 8; see the study ``batch_spectra``.
+    Accuracy on four networks on MNIST: the mean of ``best`` was within 5 % of the measured mean for
+    batches of 8, and within 2 % for batches of 32 or more; ``subspace`` was within 9 % and 3 %.
+    ``additive`` was 68 to 73 % too low for batches of 8. See the study ``batch_spectra``.
 
-    Errors: ``stderr`` has the draws and, for groups of several samples, that groups show a part of
-    the differences between samples. ``truncation`` is the larger of the change from ``k/2``
-    vectors and of half the change from :math:`\kappa_j = 0`.
+    Errors: ``stderr`` includes the error of the draws. For groups of several samples it also
+    includes that groups show only a part of the differences between samples. ``truncation`` is the
+    change from ``k/2`` vectors, or half the change from :math:`\kappa_j = 0` if that is larger.
 
-    Cost: the eigenvectors (50 to 100 products), and one pass with ``k + 8`` vectors, which is as
-    many products in small batches. Memory: about ``4 k`` vectors, and ``k^2`` numbers per group.
+    Cost: 50 to 100 products for the eigenvectors, and one pass over small batches with ``k + 8``
+    vectors. Memory: about ``4 k`` vectors, and ``k^2`` numbers per group.
 
     Args:
         risk: The loss at a point; see :func:`curvature_variance`. With several processes use
             ``sharing="none"``.
-        batch_sizes: Sizes ``B``, from 1 to ``N``.
+        batch_sizes: Batch sizes ``B``, from 1 to ``N``.
         matrix: ``hessian`` or ``ggn``.
-        num_vectors: Vectors ``k`` of the subspace. Defaults to 20.
-        num_draws: Batches drawn for each size.
+        num_vectors: Number ``k`` of vectors of the subspace. Defaults to 20.
+        num_draws: Number of batches drawn for each size, at least 10.
         group_size: Samples ``g`` per group. Defaults to 1 below 1,024 samples, and otherwise to the
-            largest that gives at least 512 groups.
-        pairs: Eigenpairs or Ritz pairs of the matrix of all data, with their vectors, to save their
-            cost.
+            largest size that gives at least 512 groups.
+        pairs: Eigenpairs or Ritz pairs of the matrix of all data, with their vectors. Pass them to
+            save the cost of computing them.
         generator: Source of groups, probes and draws. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     check_groups(risk, "batch_prediction()")
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
     sizes = check_batch_sizes(batch_sizes, count)
     num_draws = check_count("num_draws", num_draws, low=10)
-    if pairs is not None and not isinstance(pairs, Eigenpairs | Spectrum):
-        raise TypeError(
-            f"pairs must be a result of eigenpairs() or lanczos(), got {type(pairs).__name__}"
-        )
+    if pairs is not None:
+        check_pairs(pairs, risk.space.size)
     generator = resolve_generator(generator)
-    if group_size is None:
-        group_size = max(1, count // TUNING.num_groups)
-    # Fewer than three groups have no spread.
-    group_size = check_count("group_size", group_size, high=max(1, count // 3))
+    group_size = choose_group_size(group_size, count, num_groups=TUNING.num_groups)
     if num_vectors is None:
-        # As many as there are, if they are given.
-        most = risk.space.size if pairs is None else len(pairs.values)
-        num_vectors = min(TUNING.num_vectors, most)
+        available = risk.space.size if pairs is None else len(pairs.values)
+        num_vectors = min(TUNING.num_vectors, available)
     num_vectors = check_count("num_vectors", num_vectors, high=risk.space.size)
     basis, lambda_max, angle = _basis(risk, matrix, num_vectors, pairs, generator, progress)
     projections = _projections(risk, matrix, basis, group_size, generator, progress)
     spent = projections.columns + (lambda_max.num_products if pairs is None else 0)
-    facts = Facts(projections, lambda_max, angle, risk.l2, spent, generator.initial_seed())
-    models = _models(facts, sizes, num_draws, generator)
-    few = _few(sizes, group_size, count)
+    stats = SampleStatistics(
+        projections, lambda_max, angle, risk.l2, spent, generator.initial_seed()
+    )
+    models = _models(stats, sizes, num_draws, generator)
     best, extra = models["subspace"], 0.0
-    if few:
-        first = basis[:, 0].contiguous()
-        # As many as together cost 4 products with the whole matrix, within limits
+    if small := _small_sizes(sizes, group_size, count):
+        leading = basis[:, 0].contiguous()
+        # For each size, as many batches as cost 4 products with the whole matrix, within limits
         least, most = TUNING.num_measured
-        counts = [min(most, max(least, least * count // (TUNING.cheap * size))) for size in few]
-        drawn, extra = _measured(risk, few, matrix, counts, first, generator, progress)
-        best = _merge(best, drawn, sizes, few)
+        counts = [min(most, max(least, least * count // (TUNING.cheap * size))) for size in small]
+        drawn, extra = _measure(risk, small, matrix, counts, leading, generator, progress)
+        best = _merge(best, drawn, sizes, small)
     return BatchPrediction(
         batch_sizes=sizes,
         matrix=matrix,
         num_samples=count,
         num_parameters=risk.space.size,
         lambda_max=lambda_max,
-        variance=facts.variance,
-        along=facts.along,
-        bulk=facts.bulk,
-        lindeberg=facts.lindeberg(sizes),
+        variance=stats.variance,
+        along=stats.along,
+        bulk=stats.bulk,
+        lindeberg=stats.lindeberg(sizes),
         **models,
         best=best,
-        trusted=_trusted(lambda_max, best, models),
+        trusted=_trust(lambda_max, best, models),
         num_vectors=num_vectors,
         group_size=group_size,
         num_draws=num_draws,
@@ -341,18 +350,18 @@ def batch_prediction(
 
 
 def _models(
-    facts: Facts, sizes: Sequence[int], num_draws: int, generator: torch.Generator
+    stats: SampleStatistics, sizes: Sequence[int], num_draws: int, generator: torch.Generator
 ) -> dict[str, BatchCurve]:
     return {
-        "subspace": subspace(facts, sizes, num_draws, generator),
-        "directional": directional(facts, sizes),
-        "additive": additive(facts, sizes),
-        "multiplicative": multiplicative(facts, sizes),
+        "subspace": subspace(stats, sizes, num_draws, generator),
+        "directional": directional(stats, sizes),
+        "additive": additive(stats, sizes),
+        "multiplicative": multiplicative(stats, sizes),
     }
 
 
-def _few(sizes: Sequence[int], group_size: int, count: int) -> list[int]:
-    """Return the batch sizes that are cheap to draw, or better drawn, than predicted."""
+def _small_sizes(sizes: Sequence[int], group_size: int, count: int) -> list[int]:
+    """Return the batch sizes to measure: too small for the prediction, or cheap to measure."""
     least = max(group_size, min(TUNING.smallest, count // TUNING.share))
     return [size for size in sizes if size < least or size * TUNING.cheap <= count]
 
@@ -367,35 +376,31 @@ def measured_batches(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> BatchCurve:
-    r"""Measure the largest eigenvalue of drawn batches, by Lanczos on each.
+    r"""Measure the largest eigenvalue of random batches, by Lanczos on each batch.
 
-    A batch of ``B`` samples needs 12 to 20 products, each ``B/N`` of one with the whole matrix: ten
-    batches of 8 of 4,096 samples cost 0.3 products, ten of 2,048 cost 75. One more product gives
-    the scale of the eigenvalues.
+    Cost: 12 to 20 products per batch of ``B`` samples, each ``B/N`` of a product with the whole
+    matrix. With 4,096 samples, ten batches of 8 cost 0.3 products, and ten of 2,048 cost 75. One
+    more product gives the scale of the eigenvalues.
 
     Args:
         risk: The loss at a point; see :func:`curvature_variance`.
-        batch_sizes: Sizes ``B``, from 1 to ``N``; samples are distinct.
+        batch_sizes: Batch sizes ``B``, from 1 to ``N``. The samples of a batch are distinct.
         leading: Unit eigenvector :math:`\varphi_1` of the matrix of all data, ``(P,)``.
         matrix: ``hessian`` or ``ggn``.
-        num_batches: Batches of each size.
+        num_batches: Number of batches of each size, at least 2.
         generator: Source of the batches. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     check_groups(risk, "measured_batches()")
     sizes = check_batch_sizes(batch_sizes, sum(risk.batch_rows))
     num_batches = check_count("num_batches", num_batches, low=2)
-    theta = risk.theta
-    check_tensor("leading", leading, dtype=theta.dtype, device=theta.device, rows=len(theta))
-    if leading.ndim != 1:
-        raise ValueError(f"leading must be one vector, got {tuple(leading.shape)}")
-    check_finite("leading", leading)
-    # Overlaps are squared cosines only with a unit vector.
+    check_direction("leading", leading, risk)
+    # Overlaps are squared cosines only for a unit vector.
     if abs(float(leading.norm()) - 1) > 1e-3:
-        raise ValueError(f"leading must have the norm 1, got {float(leading.norm()):.6g}")
+        raise ValueError(f"leading must have norm 1, got {float(leading.norm()):.6g}")
     generator = resolve_generator(generator)
     counts = [num_batches] * len(sizes)
-    return _measured(risk, sizes, matrix, counts, leading, generator, progress)[0]
+    return _measure(risk, sizes, matrix, counts, leading, generator, progress)[0]
 
 
 def _basis(
@@ -406,12 +411,13 @@ def _basis(
     generator: torch.Generator,
     progress: bool | Progress,
 ) -> tuple[Tensor, Estimate, float]:
-    """Return leading eigenvectors ``(P, k)``, the largest eigenvalue, and the error of the first.
+    """Return leading eigenvectors ``(P, k)``, the largest eigenvalue, and the error of its vector.
 
-    The largest comes first. The error is the sine of the angle to the true eigenvector.
+    The eigenvector of the largest eigenvalue comes first. Its error is the sine of its angle to the
+    true eigenvector.
     """
     if pairs is None:
-        # A Krylov space finds what a random vector sees; repeated eigenvalues do not matter here.
+        # certify="none": a Krylov space may miss copies of an eigenvalue, which do not matter here.
         pairs = eigenpairs(
             curvature_operator(risk, matrix),
             largest=num_vectors,
@@ -420,18 +426,13 @@ def _basis(
             generator=generator,
             progress=progress,
         )
-    if pairs.vectors is None:
-        raise ValueError("pairs must have vectors: pass vectors=True to eigenpairs() or lanczos()")
-    rows, width = pairs.vectors.shape
-    if rows != risk.space.size or width < num_vectors:
-        raise ValueError(
-            f"pairs must have {num_vectors} vectors or more of {risk.space.size} rows, got "
-            f"{width} of {rows}"
-        )
-    # The equation is for the largest eigenvalue: pairs at the other end do not enter it.
+    vectors = check_pairs(pairs, risk.space.size)
+    if vectors.shape[1] < num_vectors:
+        raise ValueError(f"pairs must have at least {num_vectors} vectors, got {vectors.shape[1]}")
+    # Take the largest eigenvalues only: the equation is for the largest one.
     chosen = pairs.values.argsort(descending=True)[:num_vectors]
-    # Ritz vectors of partial re-orthogonalisation are orthogonal to the root of roundoff only.
-    basis = torch.linalg.qr(pairs.vectors[:, chosen.to(pairs.vectors.device)])[0]
+    # With partial re-orthogonalisation, Ritz vectors are orthogonal only to the root of roundoff.
+    basis = torch.linalg.qr(vectors[:, chosen.to(vectors.device)])[0]
     first = chosen[0]
     lambda_max = Estimate.exact(
         pairs.values[first],
@@ -452,23 +453,20 @@ def _projections(
     generator: torch.Generator,
     progress: bool | Progress,
 ) -> Projections:
-    count = sum(risk.batch_rows)
     num_probes = min(TUNING.num_probes, len(basis) - basis.shape[1])
     probes = random_vectors(risk, num_probes, generator)
-    # Twice is enough: what the subspace holds is known exactly, so the probes leave it out.
+    # Probes are orthogonal to the subspace, inside of which everything is known exactly. Two steps
+    # of Gram-Schmidt reach roundoff.
     for _ in range(2):
         probes -= basis @ (basis.T @ probes)
-    # Orthogonal ones, if they span all that is outside: their mean is exact.
+    # If the probes span the whole complement, orthonormal ones have an exact mean.
     complete = num_probes == len(basis) - basis.shape[1]
     probes = torch.linalg.qr(probes)[0] if complete else probes / probes.norm(dim=0)
-    order = torch.randperm(count, generator=generator, device=generator.device)
-    # Groups of one size: the rest is left out at random.
-    used = order[: count // group_size * group_size].to(risk.theta.device)
-    groups = risk.samples(used, batch_size=group_size)
+    groups, count = random_groups(risk, group_size, generator), sum(risk.batch_rows)
     return project(groups, basis, probes, matrix=matrix, num_samples=count, progress=progress)
 
 
-def _measured(
+def _measure(
     risk: Risk,
     sizes: Sequence[int],
     matrix: CurvatureMatrix,
@@ -477,10 +475,10 @@ def _measured(
     generator: torch.Generator,
     progress: bool | Progress,
 ) -> tuple[BatchCurve, float]:
-    """Return the curve of drawn batches, and its cost in products with the whole matrix."""
+    """Return the curve of random batches, and its cost in products with the whole matrix."""
     total, columns = sum(risk.batch_rows), []
-    # The way in which products are computed is checked once, here on all data: a batch of samples
-    # that are fitted well has nothing but roundoff.
+    # The first product with an engine checks it. Do this on all data, because the products of a
+    # batch that is fitted well may be nothing but roundoff.
     engines = {size: _engine(size) for size in sizes}
     for engine in sorted(set(engines.values())):
         op = curvature_operator(risk, matrix, engine=engine)
@@ -494,8 +492,8 @@ def _measured(
             draws = number if size < total else 1
             for done, batch in enumerate(small_batches(risk, size, draws, generator), start=1):
                 op = curvature_operator(batch, matrix, engine=engines[size])
-                # A matrix of roundoff is not symmetric. A shift by the scale of all data makes it
-                # small beside the norm.
+                # A matrix that is only roundoff is not symmetric, which would raise. A shift by the
+                # scale of all data makes the asymmetry negligible.
                 pairs = eigenpairs(
                     ShiftedOperator(op, scale), largest=1, rtol=TUNING.rtol_measured,
                     certify="none", generator=generator,
@@ -503,26 +501,26 @@ def _measured(
                 if pairs.vectors is None:
                     raise RuntimeError("eigenpairs() returned no vectors")
                 value, overlap = float(pairs.values[0]) - scale, pairs.vectors[:, 0] @ leading
-                # Its mean over batches is that of all data: a control variate.
+                # Control variate: the mean of this change over all batches is zero.
                 change = float(leading @ (op @ leading)) - quotient
                 rows.append([value, float(overlap) ** 2, change])
                 cost += (pairs.num_products + 1) * size / total
                 bar.update(sum(counts[:index]) + done)
-            columns.append(of_samples(*torch.tensor(rows, dtype=torch.float64).T))
+            columns.append(summarize(*torch.tensor(rows, dtype=torch.float64).T))
     how = f"Lanczos on {', '.join(map(str, counts))} batches"
-    return curve(columns, how, "measured", round(cost), min(counts) - 1, generator), cost
+    return make_curve(columns, how, "measured", round(cost), min(counts) - 1, generator), cost
 
 
 def _engine(size: int) -> EngineName:
-    # A trace pays for itself in a dozen products of large batches only.
+    # Within the dozen products of a batch, a trace pays only if the batch is large.
     return "eager" if size < TUNING.traced else "auto"
 
 
 def _merge(
     predicted: BatchCurve, measured: BatchCurve, sizes: Sequence[int], few: Sequence[int]
 ) -> BatchCurve:
-    """Return the predicted curve with the entries of some sizes replaced by measured ones."""
-    # A size may be there twice, and is then measured twice.
+    """Return the predicted curve, with measured entries for the sizes ``few``."""
+    # If a size is repeated, it is measured as often.
     places = [place for place, size in enumerate(sizes) if size in few]
 
     def merge(one: Estimate, other: Estimate) -> Estimate:
@@ -530,7 +528,7 @@ def _merge(
         for name in ("mean", "stderr", "truncation"):
             columns[name] = getattr(one, name).clone()
             columns[name][places] = getattr(other, name)
-        # The fewer degrees of freedom make the wider intervals.
+        # Fewer degrees of freedom give wider intervals, so the smaller number is safe for both.
         degrees = min(one.degrees, other.degrees)
         method = f"{one.method}; for small batches {other.method}"
         return replace(one, **columns, degrees=degrees, method=method)

@@ -1,4 +1,4 @@
-"""Matrices of groups of samples, projected on a small subspace, and batches drawn from them."""
+"""The subspace bootstrap: samples in groups, projected on a subspace; batches drawn from them."""
 
 import math
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.sampling import check_samples, column_dots
 from ritz.curvature import Risk
 from ritz.curvature._shared import CurvatureMatrix, batch_products
-from ritz.measures._groups import without_replacement
+from ritz.measures._groups import share_of_variance
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """Constants of the outlier equation."""
 
-    # Eigenvalues of a group below this fraction of its largest count as zero in its pseudo-inverse.
-    # Between 1e-3 and 1e-1 the predictions of the study `batch_spectra` differ by less than 1 %.
+    # Eigenvalues of a group below this fraction of its largest count as zero in the pseudo-inverse.
+    # Between 1e-3 and 1e-1, the predictions of the study `batch_spectra` differ by less than 1 %.
     rank: float = 1e-2
-    # Maximum number of Newton steps, and the relative step at which to stop. The largest number of
-    # steps that was observed is twelve.
+    # Maximum number of Newton steps, and the relative step at which to stop. At most twelve steps
+    # were observed.
     max_steps: int = 60
     rtol: float = 1e-9
 
@@ -35,19 +35,20 @@ TUNING = Tuning()
 class Projections:
     r"""Matrices :math:`H_j` of random groups of samples, projected on a subspace :math:`U`.
 
-    All tensors are without the L2 term, in float64 on the CPU. Probes are random unit vectors
-    orthogonal to the subspace.
+    All tensors are in float64 on the CPU and do not include the L2 term. Probes :math:`z` are
+    random unit vectors orthogonal to the subspace.
 
     Attributes:
         small: :math:`M_j = U^\top H_j U`, ``(m, k, k)``.
-        leak: :math:`S_j = U^\top H_j (I - U U^\top) H_j U`, ``(m, k, k)``, the part of
-            :math:`U^\top H_j^2 U` outside of the subspace.
-        curvature: :math:`z^\top H z` of the probes, ``(p,)``, for all groups together.
-        gaps: :math:`\|(H_j - H) z\|^2` of the probes, ``(m, p)``.
-        mean_leak: :math:`U^\top H (I - U U^\top) H U`, ``(k, k)``: zero for exact eigenvectors.
-        group_size: Samples ``g`` per group.
+        leak: :math:`S_j = U^\top H_j (I - U U^\top) H_j U`, ``(m, k, k)``: the part of
+            :math:`U^\top H_j^2 U` that leaves the subspace.
+        curvature: :math:`z^\top H z` for each probe, ``(p,)``, with the mean :math:`H` of all
+            groups.
+        gaps: :math:`\|(H_j - H) z\|^2` for each group and probe, ``(m, p)``.
+        mean_leak: :math:`U^\top H (I - U U^\top) H U`, ``(k, k)``; zero for exact eigenvectors.
+        group_size: Number ``g`` of samples per group.
         num_samples: Number ``N`` of all samples.
-        num_parameters: Order ``P``.
+        num_parameters: Number ``P`` of parameters.
         curved: Whether :func:`draw_batches` uses the curvature of groups along their leaks.
     """
 
@@ -68,12 +69,12 @@ class Projections:
 
     @property
     def factor(self) -> float:
-        """Variance of the matrix of a sample over that of a group."""
-        return 1 / without_replacement(self.group_size, self.num_samples)
+        """Variance of the matrix of a sample, divided by the variance of the matrix of a group."""
+        return 1 / share_of_variance(self.group_size, self.num_samples)
 
     @property
     def columns(self) -> int:
-        """Number of vectors that were multiplied, one product each."""
+        """Number of products with the matrix of all data that the projections took."""
         return self.small.shape[1] + self.gaps.shape[1]
 
     @property
@@ -83,7 +84,7 @@ class Projections:
 
     def leading(self, count: int) -> "Projections":
         """Return the projections on the first ``count`` vectors of the basis."""
-        # The part inside of U but outside of its first vectors becomes a part of the leak.
+        # What leaves the first vectors but stays inside of U becomes part of the leak.
         inside = self.small[:, :count, count:]
         mean = inside.mean(0)
         return replace(
@@ -109,7 +110,7 @@ def project(
     num_samples: int,
     progress: bool | Progress,
 ) -> Projections:
-    """Return the projections of every batch of ``groups``, in one pass over them.
+    """Return the projections of all groups, in one pass over them.
 
     Cost: one product per vector. Memory: four blocks ``(P, k + p)``.
 
@@ -152,10 +153,10 @@ def project(
 def _split(basis: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``U'Y`` and ``Y'(I - UU')Y`` of ``Y = H U``, ``(k, k)`` each, in float64."""
     small = basis.T @ product
-    if basis.shape[0] == basis.shape[1]:  # the complement is empty, and rest would be roundoff
+    if basis.shape[0] == basis.shape[1]:  # the complement is empty; avoid roundoff in its place
         rest = torch.zeros_like(small, dtype=torch.float64, device="cpu")
         return ((small + small.T) / 2).double().cpu(), rest
-    # Y'Y - M'M would cancel, so compute the part outside of the space first.
+    # Y'Y - M'M would cancel, so compute the part of Y outside of the subspace first.
     rest = product - basis @ small
     return ((small + small.T) / 2).double().cpu(), (rest.T @ rest).double().cpu()
 
@@ -169,9 +170,10 @@ class Draws:
     r"""Largest eigenvalues of drawn batches.
 
     Attributes:
-        values: :math:`\lambda'`, without the L2 term, ``(d,)``.
+        values: Largest eigenvalues :math:`\lambda'` without the L2 term, ``(d,)``.
         overlaps: :math:`|\langle \varphi', \varphi_1 \rangle|^2`, ``(d,)``.
-        first: :math:`\varphi_1^\top (H_B - H) \varphi_1`, whose mean is zero, ``(d,)``.
+        first: First-order changes :math:`\varphi_1^\top (H_B - H) \varphi_1`, whose mean over all
+            batches is zero, ``(d,)``.
     """
 
     values: Tensor
@@ -180,24 +182,25 @@ class Draws:
 
 
 def draw_batches(projections: Projections, size: int, weights: Tensor, bulk: float) -> Draws:
-    r"""Return the outliers of batches of ``size`` samples made of whole groups.
+    r"""Return the largest eigenvalues of batches of ``size`` samples that consist of groups.
 
     Args:
-        projections: Projections of the groups, on eigenvectors with the leading one first.
-        size: Samples ``B`` per batch.
-        weights: Choice of groups by :func:`choose_groups`, ``(d, m)``.
+        projections: Projections of the groups on eigenvectors, the leading one first.
+        size: Number ``B`` of samples per batch.
+        weights: Groups in each batch, from :func:`choose_groups`, ``(d, m)``.
         bulk: Mean ``s`` of the eigenvalues outside of the subspace.
     """
     p = projections
     count = round(1 / float(weights.max()))
-    # If the batch is not a whole number of groups, take the nearest number and rescale deviations.
-    ratio = without_replacement(size, p.num_samples)
-    nearest = without_replacement(count * p.group_size, p.num_groups * p.group_size)
+    # If the batch is not a whole number of groups, use the nearest whole number and rescale the
+    # deviations to the variance of the batch.
+    ratio = share_of_variance(size, p.num_samples)
+    nearest = share_of_variance(count * p.group_size, p.num_groups * p.group_size)
     scale = ratio / nearest if nearest else 0.0
     mean = p.small.mean(0)
     off = (weights @ (p.small - mean).flatten(1)).view(-1, *mean.shape) * scale**0.5
-    # A batch has m of M groups: the mean square of a sum of m deviations is smaller by the factor
-    # (M - m)/(M - 1) than with replacement.
+    # A batch has m of M distinct groups. Compared with drawing with replacement, the mean square of
+    # a sum of m deviations is smaller by the factor (M - m)/(M - 1).
     left = (p.num_groups - count) / max(1, p.num_groups - 1) * scale
     eye = bulk * torch.eye(len(mean), dtype=torch.float64)
     poles = (
@@ -215,10 +218,10 @@ def draw_batches(projections: Projections, size: int, weights: Tensor, bulk: flo
 def choose_groups(
     projections: Projections, size: int, num_draws: int, generator: torch.Generator
 ) -> Tensor:
-    """Return weights ``(d, m)``: ``1/c`` for the ``c`` groups in a batch, distinct, and 0."""
+    """Return weights ``(d, m)``: ``1/c`` for the ``c`` distinct groups of a batch, otherwise 0."""
     total = projections.num_groups
     count = min(max(1, round(size / projections.group_size)), total)
-    # The groups with the smallest random keys are distinct, and all choices are equally likely.
+    # The groups with the smallest random keys are a uniform choice of distinct groups.
     keys = torch.rand(num_draws, total, generator=generator, device=generator.device)
     chosen = keys.argsort(1)[:, :count].cpu()
     weights = torch.zeros(num_draws, total, dtype=torch.float64)
@@ -230,10 +233,10 @@ def self_curvatures(small: Tensor, leak: Tensor) -> Tensor:
 
     .. math:: \kappa_j = \frac{\operatorname{tr} S_j M_j^+ S_j}{\operatorname{tr} S_j}
 
-    The matrix of a group of few samples has a low rank, so its products with ``k`` vectors
-    determine it. With :math:`Y = (I - U U^\top) H_j U` it is :math:`Y M_j^+ Y^\top` outside of the
-    space (Nyström), and :math:`\kappa_j` is its mean Rayleigh quotient along :math:`Y`. Negative
-    eigenvalues of :math:`M_j` count as zero.
+    The matrix of a group of few samples has low rank, so its products with ``k`` vectors determine
+    the matrix. With :math:`Y = (I - U U^\top) H_j U`, the part outside of the subspace is
+    :math:`Y M_j^+ Y^\top` (Nyström), and :math:`\kappa_j` is its mean Rayleigh quotient along
+    :math:`Y`. Negative eigenvalues of :math:`M_j` count as zero.
     """
     values, vectors = torch.linalg.eigh(small)
     kept = values > TUNING.rank * values[:, -1:].clamp_min(0)
@@ -247,15 +250,16 @@ def self_curvatures(small: Tensor, leak: Tensor) -> Tensor:
 
 
 def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return largest eigenvalues ``(d,)`` of batches, and their overlaps ``(d,)``.
+    r"""Return the largest eigenvalues ``(d,)`` of batches, and the overlaps ``(d,)``.
 
     .. math:: \lambda' = \lambda_\text{max}\Big(T + \sum_j w_j \frac{S_j}{\lambda' - p_j}\Big),
         \quad |\langle \varphi', \varphi_1 \rangle|^2 = \frac{v_1^2}
         {1 + \sum_j w_j v^\top S_j v / (\lambda' - p_j)^2}
 
-    This is the eigenvalue equation after elimination of the complement of the subspace. The leaks
-    of different groups are approximated as orthogonal eigenvectors with eigenvalues :math:`p_j`.
-    The right side falls with :math:`\lambda'`, from infinity at the largest pole of the batch.
+    This is the eigenvalue equation of a batch after elimination of the complement of the subspace.
+    The approximation is that the leaks of different groups are orthogonal eigenvectors, with
+    eigenvalues :math:`p_j`. The right side decreases in :math:`\lambda'`, from infinity at the
+    largest pole of the batch.
 
     Args:
         means: :math:`T`, ``(d, k, k)``.
@@ -264,8 +268,8 @@ def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tup
         poles: :math:`p_j`, ``(m,)``.
     """
     flat, shape = leak.flatten(1), means.shape
-    # Groups outside of the batch and groups without a leak have no pole. With a pole at minus
-    # infinity their terms vanish.
+    # Groups outside of the batch and groups without a leak have no pole. Put it at minus infinity,
+    # where their terms vanish.
     leaks = leak.diagonal(dim1=1, dim2=2).sum(1) > 0
     inside = torch.where((weights > 0) & leaks, poles, -math.inf)
     top, largest = torch.linalg.eigvalsh(means)[:, -1], inside.amax(1)
@@ -280,7 +284,7 @@ def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tup
         slopes = (near / (value[:, None] - inside) @ flat).view(shape)
         leaving = torch.einsum("da,dab,db->d", vector, slopes, vector)
         # Newton's method for f(x) = lambda_max(...) - x with f' = -(leaving + 1). f is convex and
-        # falls, so steps from below do not pass the solution.
+        # decreasing, so steps from below do not overshoot.
         last, value = (
             value,
             torch.maximum(value + (eigenvalues[:, -1] - value) / (1 + leaving), floor),
@@ -293,7 +297,7 @@ def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tup
 def small_batches(
     risk: Risk, size: int, num_batches: int, generator: torch.Generator
 ) -> Iterator[Risk]:
-    """Yield the risks of random batches of distinct samples."""
+    """Yield risks on random batches of distinct samples."""
     total = sum(risk.batch_rows)
     for _ in range(num_batches):
         order = torch.randperm(total, generator=generator, device=generator.device)

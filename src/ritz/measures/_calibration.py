@@ -1,4 +1,4 @@
-"""``temperature``: rescale logits so that their softmax is calibrated; reliability in bins."""
+"""``temperature`` scaling, ``calibrated_sharpness`` and ``excess_risk``."""
 
 import math
 from collections.abc import Callable
@@ -8,19 +8,24 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ritz._core.checks import check_count, check_positive, check_range, is_below
+from ritz._core.batch_norm import batch_norms
+from ritz._core.checks import check_count, check_positive, check_range, check_type, is_below
+from ritz._core.progress import Progress
 from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
-from ritz.curvature import Risk
-from ritz.curvature._shared import outputs_and_labels
+from ritz.curvature import Risk, curvature_operator
+from ritz.curvature._shared import CurvatureMatrix, check_risk, outputs_and_labels
+from ritz.measures._folding import fold_batch_norm
+from ritz.spectra import eigenpairs
 
 Pairs = list[tuple[Tensor, Tensor]]
+MakeRisk = Callable[[nn.Module], Risk]
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reliability:
-    r"""Confidence and accuracy by bins of confidence.
+    r"""Confidence and accuracy in bins of confidence.
 
     Attributes:
         error: Expected calibration error
@@ -28,8 +33,8 @@ class Reliability:
         edges: Evenly spaced edges of the bins from 0 to 1, ``(num_bins + 1,)``. A bin includes its
             upper edge.
         counts: Number of samples per bin, ``(num_bins,)``.
-        confidence: Mean of the largest probability per bin, ``(num_bins,)``; NaN if it is empty.
-        accuracy: Fraction of correct predictions per bin, ``(num_bins,)``; NaN if it is empty.
+        confidence: Mean of the largest probability per bin, ``(num_bins,)``; NaN in empty bins.
+        accuracy: Fraction of correct predictions per bin, ``(num_bins,)``; NaN in empty bins.
     """
 
     error: float
@@ -45,7 +50,7 @@ class Temperature(HasStatus):
     """Temperature that calibrates a network.
 
     Attributes:
-        temperature: Divide the logits by it. Above 1 the network was overconfident.
+        temperature: Number by which to divide the logits. Above 1, the network is overconfident.
         slope: Derivative of the cross-entropy with respect to the logarithm of the temperature.
         loss: Cross-entropy of the original logits.
         loss_scaled: Cross-entropy of the logits divided by the temperature.
@@ -69,7 +74,7 @@ class Temperature(HasStatus):
 
     def __str__(self) -> str:
         return (
-            f"temperature {self.temperature:.6g} from {self.num_samples} samples: cross-entropy "
+            f"Temperature {self.temperature:.6g} from {self.num_samples:,} samples: cross-entropy "
             f"{self.loss:.5g} -> {self.loss_scaled:.5g}, calibration error "
             f"{self.before.error:.4g} -> {self.after.error:.4g}  [{self.status}]"
         )
@@ -83,35 +88,35 @@ def temperature(
     .. math:: f(\beta) = \frac{1}{N} \sum_i \log \sum_c e^{\beta (z_{ic} - z_{i y_i})},
         \qquad T = 1 / \beta
 
-    is convex in :math:`\beta`. It is minimised by Newton's method inside an interval in which
-    :math:`f'` changes sign. Calibrate networks before you compare their largest eigenvalues. Cost:
-    one forward pass. Memory: the outputs of all samples.
+    The cross-entropy :math:`f` is convex in :math:`\beta`. It is minimised by Newton's method,
+    safeguarded by an interval in which :math:`f'` changes sign. Calibrate networks before you
+    compare their largest eigenvalues. Cost: one forward pass. Memory: the outputs of all samples.
 
     Args:
-        risk: Risk of *held-out* data with class labels, with any loss. On its training data a
-            network is always overconfident.
+        risk: Risk on *held-out* data with class labels, with any loss. On training data, networks
+            are overconfident.
         num_bins: Number of bins of confidence for the calibration error.
         atol: Stop when :math:`|\beta f'(\beta)|`, the slope in :math:`\log T`, is at most this.
         max_steps: Maximum number of evaluations of :math:`f`.
 
     Raises:
-        ValueError: No such temperature exists, because every sample is classified correctly, or
+        ValueError: There is no such temperature, because every sample is classified correctly, or
             because the outputs are no better than chance.
 
     Reference: Guo, Pleiss, Sun and Weinberger (2017), section 4.2; Wen et al., *Interplay between
     optimization and generalization of stochastic gradient descent with covariance noise*, section
     5.3.
     """
+    check_risk(risk)
     num_bins = check_count("num_bins", num_bins)
     check_range("atol", atol, low=0.0)
     max_steps = check_count("max_steps", max_steps, low=2)
-    # The outputs are computed once, and f is evaluated from them for several beta.
+    # Compute the outputs once; f needs nothing else.
     pairs = _pairs(risk)
     loss = _CrossEntropy(risk, pairs)
-    # Without a minimum Newton's method would diverge.
+    # Without a minimum, Newton's method would diverge.
     _check_minimum(loss)
     beta, slope, status = _minimum(loss, atol, max_steps)
-    # z / T = beta z
     return Temperature(
         temperature=1 / beta,
         slope=-beta * slope,  # d/d log T = -beta d/d beta
@@ -127,15 +132,17 @@ def temperature(
 def scaled(model: nn.Module, temperature: float | Temperature) -> nn.Module:
     """Return a module whose outputs are those of ``model`` divided by a temperature.
 
-    It shares the parameters of the model, which is not changed; their names begin with ``model.``.
+    The module shares the parameters of the model, with names that begin with ``model.``. The model
+    is not changed.
 
     Args:
         model: A model that returns a tensor of logits.
-        temperature: Positive temperature.
+        temperature: A positive number, or the result of :func:`temperature`.
     """
-    value = float(temperature)
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    value = float(temperature) if isinstance(temperature, Temperature) else temperature
     check_positive("temperature", value)
-    return ScaledModel(model, value)
+    return ScaledModel(model, float(value))
 
 
 @final
@@ -145,7 +152,7 @@ class ScaledModel(nn.Module):
     def __init__(self, model: nn.Module, temperature: float) -> None:
         super().__init__()
         self.model, self.temperature = model, temperature
-        # A new module is in training mode; use the mode of the model.
+        # A new module is in training mode; copy the mode of the model.
         self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -166,18 +173,18 @@ def _pairs(risk: Risk) -> Pairs:
         for index, context, _ in risk.contexts():
             pair = outputs_and_labels(risk.loss_fn, *risk.evaluate(risk.params, context))
             if pair is None:
-                raise TypeError(f"risk must have class labels, got others in batch {index}")
+                raise TypeError(f"risk must have class labels, got other targets in batch {index}")
             pairs.append(pair)
     return pairs
 
 
 class _CrossEntropy:
-    """The function :math:`f` with two derivatives, over all processes."""
+    """The function :math:`f` and its first two derivatives, over all processes."""
 
     def __init__(self, risk: Risk, pairs: Pairs) -> None:
         self._risk, self._pairs = risk, pairs
-        # f'(0) is the mean of the gaps z_c - z_y, and f'(infinity) the mean of the largest gaps,
-        # which is not negative.
+        # f'(0) is the mean of all gaps z_c - z_y. f'(infinity) is the mean over samples of the
+        # largest gap, which is not negative.
         count, mean, largest = self._sum(
             lambda gaps: [gaps.new_ones(len(gaps)), gaps.mean(1), gaps.amax(1)]
         )
@@ -199,7 +206,7 @@ class _CrossEntropy:
         total = torch.zeros(3, dtype=torch.float64, device=self._risk.theta.device)
         for outputs, labels in self._pairs:
             scores = outputs.double()
-            # f depends on the differences z_c - z_y from the right class only.
+            # f depends only on the differences z_c - z_y from the correct class y.
             gaps = scores - scores.gather(1, labels.unsqueeze(1))
             total += torch.stack([term.sum() for term in terms(gaps)])
         sums: list[float] = self._risk.sum_over_processes(total).tolist()
@@ -208,35 +215,36 @@ class _CrossEntropy:
 
 def _check_minimum(loss: _CrossEntropy) -> None:
     if not all(map(math.isfinite, (loss.slope_at_zero, loss.slope_at_infinity))):
-        raise ValueError("outputs must be finite, got NaN or Inf")
+        raise ValueError("risk must have finite outputs, got NaN or Inf")
     # If no gap is positive, the loss decreases for all beta.
     if loss.slope_at_infinity == 0:
         raise ValueError(
-            f"the optimal temperature is 0: all {loss.count} samples are classified correctly; use "
-            "held-out data or more samples"
+            "risk must have samples that are classified wrongly, otherwise the optimal temperature "
+            f"is 0; got {loss.count} correct ones: use held-out data or more samples"
         )
     # A convex function whose slope at zero is not negative has no minimum for beta > 0.
     if loss.slope_at_zero >= 0:
         raise ValueError(
-            "the optimal temperature is infinite: the outputs are no better than chance"
+            "risk must have outputs better than chance, otherwise the optimal temperature is "
+            f"infinite; got a slope of {loss.slope_at_zero:.3g} at zero"
         )
 
 
 def _minimum(loss: _CrossEntropy, atol: float, max_steps: int) -> tuple[float, float, Status]:
-    """Return the minimiser, the slope there and the status."""
+    """Return the minimiser of the loss, the slope at it, and the status."""
     low, high, beta, slope = 0.0, math.inf, 1.0, math.nan
     for step in range(1, max_steps + 1):
         _, slope, curvature = loss(beta)
         if is_below(abs(beta * slope), atol):
             message = f"slope {abs(beta * slope):.1e} after {step} steps"
             return beta, slope, Status(outcome="converged", message=message)
-        # f is convex: the minimum lies above beta where the slope is negative.
+        # f is convex: if the slope is negative, the minimum lies above beta.
         low, high = (beta, high) if slope < 0 else (low, beta)
-        following = beta - slope / curvature if curvature > 0 else math.inf
-        # Newton's step must stay inside the interval; otherwise bisect, or go up by a factor of 4.
-        if not low < following < min(high, 4 * beta):
-            following = 4 * beta if high == math.inf else (low + high) / 2
-        last, beta = beta, following
+        newton = beta - slope / curvature if curvature > 0 else math.inf
+        # If Newton's step leaves the interval, bisect; without an upper end, multiply by 4.
+        if not low < newton < min(high, 4 * beta):
+            newton = 4 * beta if high == math.inf else (low + high) / 2
+        last, beta = beta, newton
     message = f"slope {abs(last * slope):.1e}, above {atol:.1e}, after {max_steps} steps"
     status = Status(outcome="max_steps", message=message, advice="increase max_steps or atol")
     return last, slope, status
@@ -246,11 +254,12 @@ def _reliability(risk: Risk, pairs: Pairs, beta: float, num_bins: int) -> Reliab
     sums = torch.zeros(3, num_bins, dtype=torch.float64, device=risk.theta.device)
     for outputs, labels in pairs:
         confidence, chosen = (beta * outputs.double()).softmax(1).max(1)
-        # Bin b holds (b / n, (b + 1) / n].
+        # Bin b contains (b / n, (b + 1) / n].
         bins = (confidence * num_bins).ceil().long().sub_(1).clamp_(0, num_bins - 1)
         right = (chosen == labels).double()
         sums.index_add_(1, bins, torch.stack([torch.ones_like(right), confidence, right]))
-    # sum_b n_b/N |acc_b - conf_b| = sum_b |right_b - confidence_b| / N
+    # sum_b n_b/N |accuracy_b - confidence_b| = sum_b |right_b - confidence_b| / N, with sums on the
+    # right
     counts, confidence, right = risk.sum_over_processes(sums).cpu()
     return Reliability(
         error=float((right - confidence).abs().sum() / counts.sum()),
@@ -258,4 +267,185 @@ def _reliability(risk: Risk, pairs: Pairs, beta: float, num_bins: int) -> Reliab
         counts=counts,
         confidence=confidence / counts,
         accuracy=right / counts,
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# The largest eigenvalue of a calibrated network.
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibratedSharpness(HasStatus):
+    r"""The largest eigenvalue of a network with folded batch norm and calibrated outputs.
+
+    Attributes:
+        lambda_max: :math:`\lambda_1` of the calibrated network on the data.
+        residual: :math:`\|H u - \lambda_1 u\|`. An eigenvalue lies within this distance.
+        temperature: Temperature fitted to held-out data, with calibration errors.
+        num_folded: Number of batch norms that were folded into the layers before them.
+        unfolded: Names of batch norms that could not be folded. Rescaling the layers before them
+            changes :math:`\lambda_1`.
+        matrix: ``hessian`` or ``ggn``.
+        num_samples: Number of samples of the data.
+        status: Whether both the temperature and the eigenvalue have converged.
+    """
+
+    lambda_max: float
+    residual: float
+    temperature: Temperature
+    num_folded: int
+    unfolded: tuple[str, ...]
+    matrix: str
+    num_samples: int
+    status: Status
+
+    def __float__(self) -> float:
+        return self.lambda_max
+
+    def __str__(self) -> str:
+        left = f", not folded: {', '.join(self.unfolded)}" if self.unfolded else ""
+        return (
+            f"Calibrated sharpness: lambda_max = {self.lambda_max:.6g} (residual "
+            f"{self.residual:.2g}) of the {self.matrix}, {self.num_samples:,} samples\n"
+            f"  batch norms folded: {self.num_folded}{left}\n"
+            f"  {self.temperature}\n"
+            f"  [{self.status}]"
+        )
+
+
+def calibrated_sharpness(
+    model: nn.Module,
+    risk: MakeRisk,
+    held_out: MakeRisk,
+    *,
+    matrix: CurvatureMatrix = "hessian",
+    rtol: float = 1e-3,
+    max_steps: int | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> CalibratedSharpness:
+    r"""Return a largest eigenvalue that is comparable between networks and between runs.
+
+    First, batch norm is folded into the layers before it (see :func:`fold_batch_norm`). Then the
+    outputs are divided by the temperature that minimises the cross-entropy of held-out data (see
+    :func:`temperature`). Neither the scale of the layers nor the confidence of the network then has
+    much effect on
+
+    .. math:: \lambda_1\big(\nabla^2 L(w)\big), \quad L(w) = \frac1N \sum_i
+        \ell(f_w(x_i) / T, y_i)
+
+    Cost: one forward pass over the held-out data, and one eigenvalue by Lanczos.
+
+    Args:
+        model: A trained model; it is not changed.
+        risk: Function from a model to its :class:`Risk` on the data to measure on, such as
+            ``lambda m: Risk(m, cross_entropy, train)``.
+        held_out: Function from a model to its :class:`Risk` on held-out data, to which the
+            temperature is fitted.
+        matrix: ``hessian`` or ``ggn``.
+        rtol: Residual of the eigenvalue relative to the norm of the matrix.
+        max_steps: Maximum number of products.
+        generator: Source of the start vector. Defaults to a new generator with seed 0.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
+
+    Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
+    descent with covariance noise*, section 5.3.
+    """
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    for name, make in (("risk", risk), ("held_out", held_out)):
+        if not callable(make):
+            kind = type(make).__name__
+            raise TypeError(f"{name} must be a function from a model to its Risk, got {kind}")
+    # Folding does not change the outputs, so the temperature may be fitted afterwards.
+    folded = fold_batch_norm(model, strict=False)
+    remaining = tuple(batch_norms(folded))
+    held_out_risk = held_out(folded)
+    check_type("held_out(model)", held_out_risk, Risk, "a ritz.Risk")
+    calibration = temperature(held_out_risk)
+    # The curvature of the loss of f / T does not depend on the confidence of the network.
+    calibrated = risk(scaled(folded, calibration))
+    check_type("risk(model)", calibrated, Risk, "a ritz.Risk")
+    op = curvature_operator(calibrated, matrix)
+    limits: Any = {"rtol": rtol, "max_steps": max_steps, "generator": generator}
+    pairs = eigenpairs(op, largest=1, vectors=False, progress=progress, **limits)
+    return CalibratedSharpness(
+        lambda_max=float(pairs.values[-1]),
+        residual=float(pairs.residuals[-1]),
+        temperature=calibration,
+        num_folded=len(batch_norms(model)) - len(remaining),
+        unfolded=remaining,
+        matrix=matrix,
+        num_samples=calibrated.num_samples,
+        # Report a temperature that has not converged before the status of the eigenvalue.
+        status=(calibration.status if calibration.status.outcome != "converged" else pairs.status),
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# The two terms of the excess risk that depend on training.
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExcessRisk:
+    r"""Generalisation and optimisation error of a network; see :func:`excess_risk`.
+
+    Attributes:
+        generalisation: :math:`T_1`, the loss on held-out data minus the loss on training data.
+        optimisation: :math:`T_2`, the loss on training data minus ``minimum``.
+        train: Loss on training data.
+        held_out: Loss on held-out data.
+        minimum: Smallest possible loss on training data, or a lower bound on it such as 0. With a
+            lower bound, ``optimisation`` is an upper bound.
+    """
+
+    generalisation: float
+    optimisation: float
+    train: float
+    held_out: float
+    minimum: float
+
+    def __str__(self) -> str:
+        return (
+            f"Excess risk at most {self.generalisation + self.optimisation:.6g}: generalisation "
+            f"error {self.generalisation:.6g} (loss {self.held_out:.6g} on held-out data, "
+            f"{self.train:.6g} on training data), optimisation error {self.optimisation:.6g} "
+            f"(above a minimum of {self.minimum:.6g})"
+        )
+
+
+def excess_risk(train: Risk, held_out: Risk, *, minimum: float = 0.0) -> ExcessRisk:
+    r"""Return the generalisation and the optimisation error of a network.
+
+    .. math:: L_\text{true}(w) - L^* \le
+        \underbrace{L_\text{true}(w) - L(w)}_{T_1} + \underbrace{L(w) - \min L}_{T_2}
+        \quad\text{in expectation}
+
+    The true loss is estimated by the loss on held-out data. Neither loss includes an L2 term. Cost:
+    one forward pass over both data sets.
+
+    Args:
+        train: The risk on training data.
+        held_out: The risk of the same weights on held-out data.
+        minimum: Smallest possible loss on training data, or a lower bound on it.
+
+    Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
+    descent with covariance noise*, section 2.1, equation 1.
+    """
+    check_type("train", train, Risk, "a ritz.Risk")
+    check_type("held_out", held_out, Risk, "a ritz.Risk")
+    check_range("minimum", minimum)
+    losses = [risk.without_l2().loss() for risk in (train, held_out)]
+    if not is_below(minimum, losses[0]):
+        raise ValueError(
+            f"minimum must be at most {losses[0]:.6g}, the loss on train, got {minimum}"
+        )
+    # T_1 = L_held_out - L_train and T_2 = L_train - min L
+    return ExcessRisk(
+        generalisation=losses[1] - losses[0],
+        optimisation=losses[0] - minimum,
+        train=losses[0],
+        held_out=losses[1],
+        minimum=minimum,
     )

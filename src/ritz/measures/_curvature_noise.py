@@ -1,4 +1,4 @@
-"""``curvature_variance`` over samples, ``batch_variance``, and ``shrinkage`` of batch matrices."""
+"""``curvature_variance`` between samples, ``batch_variance``, and ``shrinkage`` of batches."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from ritz.measures._groups import (
     group_error_factor,
     random_groups,
     random_vectors,
-    without_replacement,
+    share_of_variance,
 )
 
 
@@ -43,15 +43,15 @@ class Shrinkage:
 
     Attributes:
         batch_sizes: Batch sizes :math:`B`; batches are drawn without replacement.
-        beta: Weights :math:`\beta(B)`, ``(len(batch_sizes),)``.
-        damping: The equivalent damping :math:`\delta(B) = m (1 - \beta) / \beta`,
-            ``(len(batch_sizes),)``, since :math:`\beta H_B + (1 - \beta) m I = \beta (H_B +
-            \delta I)`. It has the sign of the mean eigenvalue :math:`m`.
+        beta: Weights :math:`\beta(B)`, ``(S,)``.
+        damping: Equivalent damping :math:`\delta(B) = m (1 - \beta) / \beta`, ``(S,)``, because
+            :math:`\beta H_B + (1 - \beta) m I = \beta (H_B + \delta I)`. It has the sign of the
+            mean eigenvalue :math:`m`.
         signal: :math:`d^2 = \|H - m I\|_F^2`.
-        variance: :math:`P \sigma^2`, of single samples.
+        variance: :math:`P \sigma^2`, the variance of the matrices of single samples.
         matrix: ``hessian`` or ``ggn``.
-        num_parameters: :math:`P`.
-        num_samples: :math:`N`.
+        num_parameters: Number of parameters :math:`P`.
+        num_samples: Number of samples :math:`N`.
     """
 
     batch_sizes: tuple[int, ...]
@@ -95,35 +95,34 @@ def curvature_variance(
     .. math:: P \sigma^2 = \mathbb{E}_v V(v), \quad
         V(v) = \frac{1}{N} \sum_i \|H_i v\|^2 - \|H v\|^2, \quad \|v\| = 1
 
-    :math:`\sigma^2` is the mean variance of one entry of :math:`H_i` over the samples, and
-    :math:`P \sigma^2` the mean of :math:`\|(H_i - H) v\|^2` over samples and random unit vectors.
-    The variance of the matrix of a batch is this times :math:`(1/B - 1/N) N / (N - 1)` for ``B``
-    samples drawn without replacement, and times :math:`1/B` for samples drawn with replacement.
+    :math:`\sigma^2` is the variance of an entry of :math:`H_i` over the samples, averaged over the
+    entries. :math:`P \sigma^2` is the mean of :math:`\|(H_i - H) v\|^2` over samples and random
+    unit vectors. :func:`batch_variance` gives the variance of the matrix of a batch.
 
-    Random disjoint groups of ``g`` samples may replace single samples. With :math:`M` groups of
-    matrices :math:`H_j`,
+    Random disjoint groups of ``g`` samples may replace single samples. With the matrices
+    :math:`H_j` of :math:`M` groups,
 
     .. math:: \hat V(v) = \frac{N - 1}{N} \frac{g}{M - 1}
         \sum_j \|(H_j - \bar H) v\|^2
 
-    is an unbiased estimate of :math:`V(v)`, and for ``g = 1`` equal to it. If ``g`` does not divide
-    ``N``, random samples are left out, and ``method`` says how many. The standard error combines
-    the errors of probes and of groups. If groups are small and a few samples have most of the
-    variance, it may be too large by a factor of about two.
+    is an unbiased estimate of :math:`V(v)`, and for ``g = 1`` it equals :math:`V(v)`. If ``g`` does
+    not divide ``N``, random samples are left out, and ``method`` says how many. The standard error
+    combines the errors of probes and of groups. If groups are small and a few samples have most of
+    the variance, it may be too large by a factor of about two.
 
     Cost: one product with the whole matrix per probe or direction, in blocks of 8. Products in
     small groups are slower. Memory: four blocks and a copy of the data.
 
     Args:
-        risk: The loss at a point, a mean over samples (which is checked). Batch norm must not be in
-            ``train`` mode, because the matrix of one sample is not defined then. With several
-            processes use ``sharing="none"``.
+        risk: The loss at a point. It must be a mean over samples, and batch norm must not be in
+            ``train`` mode, in which the matrix of one sample is not defined; both are checked. With
+            several processes use ``sharing="none"``.
         matrix: ``hessian`` or ``ggn``.
         group_size: Samples ``g`` per group. Defaults to 1 below 256 samples, and otherwise to the
-            largest that gives at least 128 groups.
-        num_probes: Number of random unit vectors :math:`v`, multiples of Rademacher vectors.
-        along: Unit vectors ``(P,)`` or ``(P, k)`` in place of random ones, such as Ritz vectors.
-            The result is :math:`V(v)` along each, exact for ``g = 1``.
+            largest size that gives at least 128 groups.
+        num_probes: Number of random unit vectors :math:`v` (scaled Rademacher vectors).
+        along: Unit vectors ``(P,)`` or ``(P, k)`` to use instead of random ones, such as Ritz
+            vectors. The result is then :math:`V(v)` along each of them, exact for ``g = 1``.
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
@@ -157,7 +156,7 @@ def curvature_variance(
     method = "single samples" if whole else f"{groups.num_batches} random groups of {group_size}"
     if left := count % group_size:
         method += f", {left} of {count} samples left out at random"
-    # Each direction in `along` has an exact value; only probes are averaged.
+    # Random probes are averaged. Directions in `along` have one value each.
     make, kind = (Estimate.of, "probes") if along is None else (Estimate.exact, "directions")
     num_vectors = vectors.shape[1]
     estimate = make(
@@ -176,19 +175,19 @@ def curvature_variance(
 def batch_variance(
     variance: Estimate, *, batch_sizes: Sequence[int], num_samples: int | None = None
 ) -> Estimate:
-    r"""Return the variance of the matrix of a batch, from that of single samples, ``(S,)``.
+    r"""Return the variance of the matrices of batches, from that of single samples, ``(S,)``.
 
     .. math:: \mathbb{E} \|(H_B - H) v\|^2 = \frac{V(v)}{b}, \quad
         \frac1b = \Big(\frac1B - \frac1N\Big) \frac{N}{N - 1}
 
-    for ``B`` distinct samples of ``N``, and :math:`b = B` for samples drawn with replacement or
-    from an infinite population. No products are used.
+    This holds for ``B`` distinct samples of ``N``. For samples drawn with replacement, or from an
+    infinite population, :math:`b = B`. Cost: no products.
 
     Args:
-        variance: :math:`P \sigma^2` or :math:`V(v)` along one direction; see
+        variance: :math:`P \sigma^2`, or :math:`V(v)` along one direction; see
             :func:`curvature_variance`.
-        batch_sizes: Sizes ``B``.
-        num_samples: Number ``N`` of samples. Defaults to sampling with replacement.
+        batch_sizes: Batch sizes ``B``.
+        num_samples: Number ``N`` of samples. ``None`` stands for sampling with replacement.
     """
     if num_samples is not None:
         num_samples = check_count("num_samples", num_samples)
@@ -196,12 +195,11 @@ def batch_variance(
     sizes = check_batch_sizes(batch_sizes, num_samples)
     if variance.mean.ndim:
         raise ValueError(f"variance must be one number, got shape {tuple(variance.mean.shape)}")
-    # 1/b for each size; all errors scale with it
+    # 1/b for each size. The errors are multiplied by it as well.
     factors = torch.tensor(
-        [without_replacement(size, num_samples) if num_samples else 1 / size for size in sizes],
+        [share_of_variance(size, num_samples) if num_samples else 1 / size for size in sizes],
         dtype=torch.float64,
     )
-    # An error of V is an error of V / b with the same factor.
     samples = variance.samples
     return replace(
         variance,
@@ -224,22 +222,22 @@ def shrinkage(
 ) -> Shrinkage:
     r"""Return the optimal linear shrinkage of the matrix of a mini-batch.
 
-    The matrix of a batch is a noisy estimate of that of all data, and shrinking it reduces the
-    error. Of all :math:`\beta H_B + (1 - \beta) m I`, :math:`m = \operatorname{tr} H / P`, the
+    The matrix of a batch is a noisy estimate of the matrix of all data, and shrinkage reduces its
+    error. Among :math:`\beta H_B + (1 - \beta) m I` with :math:`m = \operatorname{tr} H / P`, the
     closest to :math:`H` in mean square has
 
     .. math:: \beta = \frac{d^2}{d^2 + e^2}, \quad d^2 = \|H - m I\|_F^2, \quad
         e^2 = \mathbb{E} \|H_B - H\|_F^2 = P (P \sigma^2) \Big(\frac1B - \frac1N\Big) \frac{N}{N-1}
 
-    Cost: ``num_probes`` products for :math:`d^2`, from :math:`\|H z - m z\|^2`, and ``num_probes``
-    more for :math:`P \sigma^2`. Errors are propagated to first order.
+    :math:`d^2` is estimated from :math:`\|H z - m z\|^2`. Errors are propagated to first order.
+    Cost: ``num_probes`` products for :math:`d^2`, and as many for :math:`P \sigma^2`.
 
     Args:
         risk: The loss at a point; see :func:`curvature_variance`.
         batch_sizes: Sizes ``B``, from 1 to ``N``.
         matrix: ``hessian`` or ``ggn``.
         group_size: Samples per group; see :func:`curvature_variance`.
-        num_probes: Number of random vectors for each of the two parts.
+        num_probes: Number of random vectors for :math:`d^2`, and for :math:`P \sigma^2`.
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
@@ -260,7 +258,7 @@ def shrinkage(
     )
     signal, share = _signal(risk, matrix, num_probes, generator)
     # e^2 = P (P sigma^2) (1/B - 1/N) N/(N - 1)
-    factors = [without_replacement(size, count) for size in sizes]
+    factors = [share_of_variance(size, count) for size in sizes]
     scale = risk.space.size * torch.tensor(factors, dtype=torch.float64)
     # beta = d^2 / (d^2 + e^2)
     beta = propagate(
@@ -303,34 +301,32 @@ def _unit_block(risk: Risk, along: Tensor) -> Tensor:
     block = along if along.ndim == 2 else along[:, None]
     norms = block.double().norm(dim=0)
     worst = float(norms[(norms - 1).abs().argmax()])
-    # Ritz vectors of partial re-orthogonalisation are unit vectors to the root of roundoff.
+    # With partial re-orthogonalisation, lengths of Ritz vectors are off by the root of roundoff.
     if not is_below(abs(worst - 1), 10 * math.sqrt(torch.finfo(theta.dtype).eps)):
-        raise ValueError(
-            f"along must contain vectors of unit length, got one of length {worst:.6g}"
-        )
+        raise ValueError(f"along must have vectors of unit length, got one of length {worst:.6g}")
     return block
 
 
 def _signal(
     risk: Risk, matrix: CurvatureMatrix, num_probes: int, generator: torch.Generator
 ) -> tuple[Estimate, Estimate]:
-    r"""Estimate the squared distance :math:`\|H - m I\|_F^2` from the nearest m I, and m/d^2."""
+    r"""Estimate :math:`d^2 = \|H - m I\|_F^2` and :math:`m / d^2`."""
     op = curvature_operator(risk, matrix)
     size = risk.space.size
     block = _unit_probes(risk, num_probes, generator)
     image = torch.cat([op.matmat(part) for part in block.split(op.block_size, 1)], 1)
     along, square = column_dots(block, image).cpu(), column_dots(image, image).cpu()
-    # E |H v - m v|^2 = |H - m I|_F^2 / P for unit probes, and E v'Hv = m. To first order the error
-    # of m from the same probes does not matter.
+    # E |H v - m v|^2 = |H - m I|_F^2 / P for unit probes, and E v'Hv = m. The left side is smallest
+    # at the true m, so an error of m has no effect to first order.
     m = along.mean()
     samples = size * (square - 2 * m * along + m * m)
-    # The expected square of a sample mean exceeds the squared mean by its variance.
+    # The expected square of a sample mean exceeds the squared mean by the variance of the mean.
     bias = size * stderr(along).square()
     make = partial(Estimate.of, num_products=num_probes, seed=generator.initial_seed())
     signal = make(samples, method="mean of |H z - m z|^2")
     signal = replace(signal, mean=signal.mean + bias)
-    # d(m/d^2) = dm/d^2 - m d(d^2)/d^4. The errors of m and d^2 are correlated, so propagate them
-    # by probe.
+    # d(m/d^2) = dm/d^2 - m d(d^2)/d^4, for each probe, because the errors of m and d^2 are
+    # correlated.
     d2 = signal.mean
     ratios = m / d2 + (along - m) / d2 - m * (samples - samples.mean()) / d2.square()
     return signal, make(ratios, method="m / d^2")

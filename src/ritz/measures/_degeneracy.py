@@ -1,4 +1,4 @@
-"""``rank_degeneracy``, the mass of a spectrum at zero, and ``rank_bound`` of a GGN matrix."""
+"""``rank_degeneracy``, the fraction of eigenvalues near zero; ``rank_bound`` of a GGN matrix."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from ritz._core.batches import is_rows
-from ritz._core.checks import check_choice, is_below
+from ritz._core.checks import check_choice, check_type, is_below
 from ritz._core.results import Estimate, Status, plain_estimate, power_of_two
 from ritz._core.storage import storable
 from ritz.curvature import Risk
@@ -25,15 +25,15 @@ from ritz.spectra._shared import christoffel
 class Tuning:
     """Constants of the interval around zero, and of the error of its mass."""
 
-    # The mass of a Ritz value counts as uncertain in full if its residual exceeds the gap divided
-    # by this. Eigenvalues that approach zero geometrically have ratios of residual to gap of 0.08
+    # The whole mass of a Ritz value is uncertain if its residual exceeds the gap divided by this
+    # number. For eigenvalues that approach zero geometrically, the ratio of residual to gap is 0.08
     # to 0.25 for 5 to 80 steps.
     crowding: float = 12.0
     # Number of candidates for an end of the interval, evenly spaced in the logarithm of the
-    # distance from zero. With 12 the undecided mass is up to three times its minimum; 48 are no
-    # better.
+    # distance from zero. With 12, the undecided mass is up to three times its minimum; 48 are no
+    # better than 24.
     candidates: int = 24
-    # The nearest end is chosen whose undecided mass is below this fraction of the mass.
+    # Choose the candidate nearest to zero whose undecided mass is below this fraction of the mass.
     undecided: float = 0.01
     # If the truncation exceeds this fraction of the mass, the outcome is `uncertain`.
     uncertain: float = 0.5
@@ -48,10 +48,10 @@ class Degeneracy:
     """The eigenvalues nearest to zero.
 
     Attributes:
-        mass: Estimated fraction of eigenvalues in ``interval``. Its truncation adds the mass that
-            the Gauss rules leave undecided and the mass that may belong to small eigenvalues other
-            than zero. Its status is ``uncertain`` if the truncation exceeds half of the mass.
-        value: Mean of these eigenvalues, which should be close to 0. Its truncation is the largest
+        mass: Estimated fraction of eigenvalues in ``interval``. The truncation is the mass that the
+            Gauss rules leave undecided, plus the mass that may belong to small eigenvalues other
+            than zero. The status is ``uncertain`` if the truncation exceeds half of the mass.
+        value: Mean of these eigenvalues, which should be close to 0. The truncation is the largest
             residual.
         interval: Interval in which eigenvalues are counted.
         matrix: ``hessian`` or ``ggn``.
@@ -66,27 +66,27 @@ class Degeneracy:
         mass = plain_estimate(self.mass)
         low, high = self.interval
         return (
-            f"a fraction {mass} (truncation {float(self.mass.truncation):.2g}) of the eigenvalues "
-            f"is near zero, at {float(self.value.mean):.2g}, in [{low:.2g}, {high:.2g}]"
+            f"A fraction {mass} (truncation {float(self.mass.truncation):.2g}) of the eigenvalues "
+            f"is near zero: in [{low:.2g}, {high:.2g}], with mean {float(self.value.mean):.2g}"
         )
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBound:
-    r"""Bound on the rank of the Gauss-Newton matrix without L2 term.
+    r"""Bound on the rank of the Gauss-Newton matrix without the L2 term.
 
     Attributes:
         bound: The rigorous bound.
         num_parameters: Number of parameters :math:`P`.
         num_terms: Number of terms of the loss: samples, times positions for softmax cross-entropy.
         num_outputs: Number of outputs over all samples.
-        softmax: Whether each term reduces the rank by one, since the loss does not depend on shifts
-            of its logits.
+        softmax: Whether each term reduces the rank by one, because a softmax loss does not change
+            if all its logits are shifted.
         hidden_units: Number of output features and channels of all linear and convolutional layers
             except the last one; ``None`` if there is no such layer.
-        num_inputs: Number of entries of one sample's input.
-        comparison: :math:`4 d_y (\sum_l N_l + d_x)`, *not* a bound on the matrix of many samples.
+        num_inputs: Number of entries of the input of one sample.
+        comparison: :math:`4 d_y (\sum_l N_l + d_x)`, which is *not* a bound for many samples.
         l2: Coefficient of the L2 term, which is added to every eigenvalue.
     """
 
@@ -103,14 +103,17 @@ class RankBound:
     def __str__(self) -> str:
         share = 1 - self.bound / self.num_parameters
         less = f" - {self.num_terms:,} terms" if self.softmax else ""
+        zero = f"{self.l2:g}, the L2 coefficient" if self.l2 else "zero"
         lines = [
-            f"rank of the Gauss-Newton matrix <= {self.bound:,} = min({self.num_parameters:,} "
-            f"parameters, {self.num_outputs:,} outputs{less}): a fraction of at least {share:.4g} "
-            "of the eigenvalues is " + (f"{self.l2:g}, the L2 coefficient" if self.l2 else "zero")
+            f"Rank of the Gauss-Newton matrix <= {self.bound:,} = min({self.num_parameters:,} "
+            f"parameters, {self.num_outputs:,} outputs{less})",
+            f"  so a fraction of at least {share:.4g} of the eigenvalues is {zero}"
+            if share
+            else "  so no eigenvalue has to be zero",
         ]
         if self.comparison is not None:
             lines.append(
-                f"for comparison only, no bound: 4 d_y (sum N_l + d_x) = {self.comparison:,} "
+                f"  for comparison only, not a bound: 4 d_y (sum N_l + d_x) = {self.comparison:,} "
                 f"({self.hidden_units:,} hidden units, {self.num_inputs:,} inputs)"
             )
         return "\n".join(lines)
@@ -123,17 +126,17 @@ def rank_degeneracy(
 
     .. math:: \mu([a, b]) = \sum_{k \in S} \tau_k \text{ up to } \lambda(a) + \lambda(b)
 
-    with the Ritz values :math:`\theta_k, k \in S` that are zero within their residuals, and their
-    weights :math:`\tau_k`. If there are none, :math:`S` has the value nearest to zero for the
-    Gauss-Newton matrix, and the two nearest for the Hessian.
+    :math:`S` are the Ritz values :math:`\theta_k` that are zero within their residuals, and
+    :math:`\tau_k` their weights. If there are none, :math:`S` is the Ritz value nearest to zero for
+    the Gauss-Newton matrix, and the two nearest for the Hessian.
 
-    A Gauss rule with a node at ``x`` gives a lower and an upper bound of the mass below ``x``,
-    which differ by the weight :math:`\lambda(x)` of that node. The ends ``a`` and ``b`` are chosen
-    in the gaps on either side of :math:`S`, where it is small. The spectra do not resolve
-    eigenvalues within this interval. The ``truncation`` is half the distance between the bounds,
-    plus the mass that may belong to small eigenvalues other than zero. The second part vanishes if
-    the residuals are far below the distance to the other Ritz values. If the outcome is
-    ``uncertain``, increase the number of steps.
+    A Gauss rule with a node at ``x`` gives a lower and an upper bound on the mass below ``x``. The
+    bounds differ by the weight :math:`\lambda(x)` of that node. The ends ``a`` and ``b`` are placed
+    where this weight is small, in the gaps on either side of :math:`S`. Eigenvalues inside of the
+    interval are not resolved. The ``truncation`` is half the distance between the bounds, plus the
+    mass that may belong to small eigenvalues other than zero. The second part vanishes if the
+    residuals are far below the distance to the other Ritz values. If the outcome is ``uncertain``,
+    increase the number of steps.
 
     Cost: no products. A single spectrum has no error bars.
 
@@ -146,12 +149,11 @@ def rank_degeneracy(
     check_choice("matrix", matrix, MATRICES)
     runs = list(spectra) if isinstance(spectra, Iterable) else [spectra]
     if not runs:
-        raise ValueError("spectra must not be empty")
+        raise ValueError("spectra must have at least one spectrum, got none")
     for run in runs:
-        if not isinstance(run, Spectrum):
-            raise TypeError(f"spectra must be results of lanczos or lanczos_block, got {type(run)}")
+        check_type("spectra", run, Spectrum, "a result of lanczos() or lanczos_block()")
     inside = [_near_zero(run, 1 if matrix == "ggn" else 2) for run in runs]
-    # The Gauss-Newton matrix has no negative eigenvalues, so there is no mass below the interval.
+    # The Gauss-Newton matrix has no negative eigenvalues, so no mass lies below the interval.
     closed = matrix == "ggn" and min(float(run.values[0]) for run in runs) >= -max(
         float(run.residuals[0]) for run in runs
     )
@@ -187,12 +189,11 @@ def rank_bound(risk: Risk) -> RankBound:
 
     .. math:: \operatorname{rank} G \le \min(P, N (d_y - 1))
 
-    for softmax cross-entropy, and :math:`\min(P, N d_y)` for any other loss: the matrix is a sum of
-    that many terms of rank one. Ignored labels have no term. For comparison, the result also has
-    the heuristic bound of the reference, :math:`4 d_y (\sum_l N_l + d_x)`. It does not hold for
-    many
-    samples: a tanh network 20-60-2 on 4000 samples has rank 1260, above its bound of 640. Cost: one
-    forward pass.
+    for softmax cross-entropy, and :math:`\min(P, N d_y)` for any other loss, because the matrix is
+    a sum of that many terms of rank one. Ignored labels have no term. For comparison, the result
+    also has the heuristic of the reference, :math:`4 d_y (\sum_l N_l + d_x)`. The heuristic does
+    not hold for many samples: a tanh network 20-60-2 on 4000 samples has rank 1260, but the
+    heuristic gives 640. Cost: one forward pass.
 
     Args:
         risk: The loss at a point, with a ``loss_fn`` separate from the model.
@@ -202,7 +203,7 @@ def rank_bound(risk: Risk) -> RankBound:
     require_outputs(risk, "rank_bound()")
     known = known_loss(risk.loss_fn)
     softmax = known is not None and known.kind == "cross_entropy"
-    # Terms and outputs are counted by batch: labels may be ignored.
+    # Count terms and outputs in each batch, because labels may be ignored.
     counts = torch.zeros(2, dtype=torch.int64, device=risk.theta.device)
     inputs = None
     with torch.no_grad(), risk.settings():
@@ -218,8 +219,8 @@ def rank_bound(risk: Risk) -> RankBound:
     if hidden is not None and inputs is not None:
         # 4 d_y (sum_l N_l + d_x), with d_y the outputs of one term
         comparison = 4 * (num_outputs // num_terms) * (hidden + inputs)
-    # Each term has rank d_y in its outputs, and d_y - 1 for softmax, which is invariant to a shift
-    # of all logits.
+    # Each term has rank d_y. With softmax it has rank d_y - 1, because a shift of all logits does
+    # not change the loss.
     return RankBound(
         bound=min(risk.space.size, num_outputs - num_terms if softmax else num_outputs),
         num_parameters=risk.space.size,
@@ -239,14 +240,17 @@ def _with_status(mass: Estimate) -> Estimate:
         return mass
     status = Status(
         outcome="uncertain",
-        message=f"{share:.0%} of the mass may belong to eigenvalues apart from zero",
-        advice="raise the number of steps",
+        message=f"{share:.0%} of the mass may belong to eigenvalues other than zero",
+        advice="increase the number of Lanczos steps",
     )
     return replace(mass, status=status)
 
 
 def _near_zero(run: Spectrum, count: int) -> Tensor:
-    """Return the mask of the values that are zero within their residual, or of the nearest."""
+    """Return the mask of the Ritz values that are zero within their residuals.
+
+    If there are none, return the mask of the ``count`` Ritz values nearest to zero.
+    """
     inside = run.values.abs() <= run.residuals
     if not bool(inside.any()):
         inside[run.values.abs().argsort()[:count]] = True
@@ -257,11 +261,11 @@ def _origin(run: Spectrum, inside: Tensor) -> tuple[float, float, float]:
     """Return the mean of the values near zero, the uncertain mass, and the largest residual."""
     values, residuals = run.values, run.residuals
     mass, others = run.weights[inside], values[~inside]
-    # The weights vanish if the start vector is orthogonal to all of them.
+    # The weights vanish if the start vector is orthogonal to all these Ritz vectors.
     total = float(mass.sum())
     value = float(mass @ values[inside]) / total if total > 0 else float(values[inside].mean())
-    # The angle from a Ritz vector of S to an eigenvector is at most r / gap, with the gap to the
-    # values outside of S. The part of the residual that is roundoff does not count.
+    # The angle from a Ritz vector of S to an eigenvector is at most residual / gap, with the gap to
+    # the values outside of S. Roundoff in the residual does not count.
     gaps = (values[inside][:, None] - others).abs().amin(1) if len(others) else torch.zeros(1)
     beyond = residuals[inside] - run.roundoff
     doubt = torch.where(beyond > 0, (TUNING.crowding * beyond / gaps).clamp(max=1.0), 0.0)
@@ -269,27 +273,27 @@ def _origin(run: Spectrum, inside: Tensor) -> tuple[float, float, float]:
 
 
 # ------------------------------------------------------------------------------------------
-# Bounds of the mass of an interval.
+# Bounds on the mass in an interval.
 
 
 def _end(
     runs: Sequence[Spectrum], inside: Sequence[Tensor], sign: float, *, closed: bool = False
 ) -> float:
-    """Return the end of the interval above zero (``sign`` 1) or below it (-1).
+    """Return the end of the interval above zero (``sign`` 1) or below zero (``sign`` -1).
 
-    ``closed``: no eigenvalue lies below the smallest Ritz value minus its residual.
+    ``closed`` means that no eigenvalue lies below the smallest Ritz value minus its residual.
     """
     pairs = list(zip(runs, inside, strict=True))
     first = max(float((sign * run.values[chosen]).max()) for run, chosen in pairs)
     reach = max(float(run.residuals[chosen].max()) for run, chosen in pairs)
-    # The smallest distance is roundoff, which is zero for a matrix of zeros.
+    # The smallest distance is the roundoff. The roundoff of a matrix of zeros is zero.
     near = max(run.roundoff for run in runs) or reach or math.ulp(1.0)
-    # The nearest value beyond, for each run; use their median.
+    # For each run, find the nearest Ritz value beyond; use the median over runs.
     beyond = [sign * run.values[sign * run.values > first + near] for run in runs]
     nearest = [float(values.min()) for values in beyond if len(values)]
     if closed and not nearest:
         return sign * (first + max(reach, near))
-    # Without a value beyond, the spectrum may extend by its width.
+    # If there is none, assume that the spectrum may extend by its width.
     width = max(float(run.values[-1] - run.values[0]) for run in runs)
     far = statistics.median(nearest) - first if nearest else max(width, 2 * reach)
     exponents = torch.linspace(0.0, 1.0, TUNING.candidates, dtype=torch.float64)
@@ -313,25 +317,25 @@ def _christoffel(run: Spectrum, points: Tensor) -> Tensor:
 
 
 def _bracket(run: Spectrum, low: float, high: float, *, closed: bool) -> tuple[float, float]:
-    """Return bounds of the mass of a run in an interval; ``closed``: there is no mass below it."""
+    """Return bounds on the mass in an interval; with ``closed``, no mass lies below it."""
     low_least, low_most = (0.0, 0.0) if closed else _below(run, low)
     high_least, high_most = _below(run, high)
     return max(0.0, high_least - low_most), high_most - low_least
 
 
 def _below(run: Spectrum, point: float) -> tuple[float, float]:
-    """Return bounds of the mass of a run below a point (Chebyshev, Markov and Stieltjes)."""
+    """Return bounds on the mass of a run below a point (Chebyshev, Markov and Stieltjes)."""
     values, weights = run.values, run.weights
     if _is_complete(run):
         mass = float(weights[values < point].sum())
         return mass, mass
-    # Squares of small or large entries leave the range.
+    # Scale by a power of two, because squares of small or large entries under- or overflow.
     unit = power_of_two(values)
     beside, point, near = run.off_diagonal / unit, point / unit, run.roundoff / unit
     matrix = torch.diag(run.diagonal / unit) + torch.diag(beside, 1) + torch.diag(beside, -1)
     corner = point
     if len(matrix) > 1:
-        # The last entry that makes the point a node:  x + beta^2 [(T - x)^{-1}]_last.
+        # The point becomes a node if the last entry is x + beta^2 [(T - x)^{-1}]_last.
         inner, vectors = torch.linalg.eigh(matrix[:-1, :-1])
         gaps = inner - point
         gaps = torch.where(gaps.abs() > near, gaps, gaps.sign() * (near or math.ulp(1.0)))
@@ -345,7 +349,10 @@ def _below(run: Spectrum, point: float) -> tuple[float, float]:
 
 
 def _terms(known: KnownLoss | None, outputs: Any, target: Any, size: int) -> list[int]:
-    """Return the terms of the loss of a batch and their outputs; without softmax, its samples."""
+    """Return the number of terms of the loss of a batch, and the number of their outputs.
+
+    The terms of a loss other than softmax cross-entropy are the samples.
+    """
     if known is None or known.kind != "cross_entropy":
         return [size, sum(leaf.numel() for leaf in tree_leaves(outputs))]
     classes = outputs.shape[1]
@@ -361,5 +368,5 @@ def _hidden_units(model: nn.Module) -> int | None:
     units = [
         each.out_features if isinstance(each, nn.Linear) else each.out_channels for each in layers
     ]
-    # The last layer gives the outputs.
+    # The units of the last layer are the outputs.
     return sum(units[:-1]) if units else None

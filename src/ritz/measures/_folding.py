@@ -1,4 +1,4 @@
-"""``fold_batch_norm``: fold batch norm into the layers before it."""
+"""``fold_batch_norm`` into the convolutions and linear layers before it."""
 
 import copy
 from collections import Counter
@@ -13,32 +13,33 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 
+from ritz._core.batch_norm import batch_norms, evaluating
 from ritz._core.checks import check_type
-from ritz._core.modes import batch_norms, evaluating
 from ritz.curvature._shared import Rows
 
 Layer = _ConvNd | nn.Linear
 
 
 def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
-    r"""Return a copy of a model with eval-mode batch norm folded into the layers before it.
+    r"""Return a copy of a model in which batch norm is folded into the layers before it.
 
     .. math:: \gamma \frac{W x + b - m}{\sqrt{v + \epsilon}} + \beta = (S W) x + S (b - m) + \beta,
         \qquad S = \operatorname{diag}\frac{\gamma}{\sqrt{v + \epsilon}}
 
-    The copy has the same outputs as the model in eval mode, to roundoff, and an identity in place
-    of each batch norm. Scaling the layer before a batch norm does not change the function of the
-    model, but its curvature. So fold batch norm before you compare eigenvalues of networks.
+    Up to roundoff, the copy has the same outputs as the model in eval mode. Each batch norm is
+    replaced by an identity. Fold batch norm before you compare eigenvalues of networks: scaling the
+    layer before a batch norm does not change the function of the model, but it changes its
+    curvature.
 
-    Batch norm is folded into a convolution, transposed convolution or linear layer if its input is
-    the output of that layer, perhaps through identities and dropout, and nothing else uses the
-    layer. Calls are traced by ``torch.fx``. If a module cannot be traced, each of its children is
-    traced alone, and neighbours in an ``nn.Sequential`` are taken as pairs. A linear layer must act
-    on ``(n, features)``: the copy raises if it is called on ``(n, length, features)``.
+    Batch norm can be folded into a convolution, transposed convolution or linear layer if nothing
+    else uses the output of that layer. Identities and dropout may stand in between. Calls are
+    traced by ``torch.fx``. If a module cannot be traced, each of its children is traced alone, and
+    neighbours in an ``nn.Sequential`` are taken as pairs. A linear layer must act on
+    ``(n, features)``: the copy raises if it is called on ``(n, length, features)``.
 
     Args:
         model: Any model; it is not changed.
-        strict: Raise if a batch norm cannot be folded; otherwise leave it unchanged.
+        strict: Raise if a batch norm cannot be folded. Otherwise leave that batch norm unchanged.
 
     Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
     descent with covariance noise*, section 5.3.
@@ -48,7 +49,7 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     with evaluating(folded, batch_statistics=False):
         before = dict(_pairs(folded, ""))
     modules = dict(folded.named_modules())
-    # Check all of them before any is folded.
+    # Check all batch norms before folding any.
     pairs: list[tuple[Layer, _BatchNorm]] = []
     reasons: dict[str, str] = {}
     for name, norm in batch_norms(folded).items():
@@ -70,7 +71,7 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
 
 
 def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield the names of batch norms with those of the layers before them."""
+    """Yield the name of each batch norm with the name of the layer before it."""
     if not batch_norms(module):
         return
     try:
@@ -88,7 +89,7 @@ def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
     for node in graph.nodes:
         if node.op == "call_module" and isinstance(module.get_submodule(node.target), _BatchNorm):
             source: Any = node.args[0] if node.args else None
-            # Only a layer whose output nothing else uses may be scaled.
+            # A layer may be scaled only if nothing else uses its output.
             while called := isinstance(source, fx.Node) and len(source.users) == 1:
                 if source.op != "call_module" or not _passes(
                     module.get_submodule(str(source.target))
@@ -97,7 +98,7 @@ def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
                 source = source.args[0]
             target = source.target if called and source.op == "call_module" else None
             sources.setdefault(node.target, []).append(target)
-    # How often each module is called, or a tensor of it is read.
+    # How often each module is called, or one of its tensors is read.
     uses = Counter(
         node.target if node.op == "call_module" else node.target.rpartition(".")[0]
         for node in graph.nodes
@@ -105,8 +106,8 @@ def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
     )
     for name, layers in sources.items():
         first = layers[0]
-        # Every call of the batch norm must follow a call of one layer, which is not called
-        # elsewhere.
+        # Every call of the batch norm must follow a call of the same layer, and this layer must not
+        # be called elsewhere.
         if first and set(layers) == {first} and len(layers) == uses[first] == uses[name]:
             yield prefix + name, prefix + first
 
@@ -129,7 +130,7 @@ def _obstacle(model: nn.Module, layer: Layer, norm: _BatchNorm) -> str:
     features = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     if features != norm.num_features:
         return f"the {kind} before it has {features} outputs, not {norm.num_features}"
-    # If other layers share a tensor, it would be scaled for them too.
+    # A tensor that is shared with other layers would be scaled for them as well.
     weights = {id(tensor) for tensor in layer.parameters()}
     every = model.named_parameters(remove_duplicate=False)
     if sum(id(tensor) in weights for _, tensor in every) > len(weights):
@@ -148,7 +149,7 @@ def _fold(layer: Layer, norm: _BatchNorm) -> None:
     bias = -mean if layer.bias is None else layer.bias.double() - mean
     bias = bias * scale if norm.bias is None else bias * scale + norm.bias.double()
     weight.copy_(_scaled(layer, weight.double(), scale))
-    # A layer without a bias gets one: batch norm shifts its outputs.
+    # A layer without a bias gets one, because batch norm shifts its outputs.
     layer.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
 
 
@@ -156,7 +157,7 @@ def _scaled(layer: Layer, weight: Tensor, scale: Tensor) -> Tensor:
     """Return weights with each output multiplied by its scale."""
     if not isinstance(layer, _ConvTransposeNd):
         return weight * scale.view(-1, *(1,) * (weight.ndim - 1))
-    # Shape (inputs, outputs per group, ...): the group of an output is that of its inputs.
+    # The shape is (inputs, outputs per group, ...), and inputs are sorted by group.
     groups = weight.view(layer.groups, -1, *weight.shape[1:])
     factors = scale.view(layer.groups, 1, -1, *(1,) * (weight.ndim - 2))
     return (groups * factors).view_as(weight)

@@ -1,8 +1,9 @@
-"""Random groups of samples, the variation of their matrices, and random vectors of weights."""
+"""Random groups of samples, the variance of their matrices, and checks of batch sizes."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,50 +33,53 @@ class Tuning:
 
 
 TUNING = Tuning()
+Number = TypeVar("Number", float, Tensor)
 
 
 def random_vectors(
     risk: Risk, count: int, generator: torch.Generator, *, kind: Probe = "gaussian"
 ) -> Tensor:
-    """Return random vectors ``(P, count)`` in weight space, of the dtype of the weights."""
+    """Return random vectors ``(P, count)`` in weight space, with the dtype of the weights."""
     theta = risk.theta
     shape = (len(theta), count)
     return probes(shape, kind=kind, generator=generator, dtype=theta.dtype, device=theta.device)
 
 
-def without_replacement(size: float, num_samples: int) -> float:
-    r"""Return the variance of a mean of :math:`B` distinct samples over that of one sample.
+def share_of_variance(batch_size: Number, num_samples: int) -> Number:
+    r"""Return the variance of the mean of a batch, as a fraction of the variance of one sample.
 
-    .. math:: \Big(\frac1B - \frac1N\Big) \frac{N}{N - 1}
+    .. math:: \frac1b = \Big(\frac1B - \frac1N\Big) \frac{N}{N - 1} = \frac{N - B}{B (N - 1)}
 
-    It is exactly 0 for ``B = N``.
+    The batch has :math:`B` distinct samples of :math:`N`. The fraction is exactly 0 for ``B = N``.
     """
-    return (num_samples - size) / (size * (num_samples - 1)) if num_samples > 1 else 0.0
+    return (num_samples - batch_size) / (batch_size * max(1, num_samples - 1))
 
 
 def check_groups(risk: Risk, caller: str) -> None:
-    """Raise unless matrices of single samples are defined, and all samples are in this process."""
+    """Raise unless the matrices of single samples are defined and all samples are local."""
     check_risk(risk)
     risk.require_separable(caller)
     if risk.dropout != "off":
-        # Masks belong to batches, not to samples.
-        raise ValueError(f"{caller} needs dropout='off', got 'fixed'")
+        # A dropout mask belongs to a batch, not to a sample.
+        raise ValueError(f"{caller} needs dropout='off', got {risk.dropout!r}")
     if risk.sharing != "none" and world_size(risk.group) > 1:
         raise ValueError(f"{caller} needs sharing='none', got {risk.sharing!r}")
     if risk.num_samples < 2:
         raise ValueError(f"{caller} needs at least 2 samples, got {risk.num_samples}")
 
 
-def choose_group_size(group_size: int | None, count: int) -> int:
-    """Return the number of samples per group; by default, one that gives at least 128 groups."""
+def choose_group_size(
+    group_size: int | None, count: int, *, num_groups: int = TUNING.num_groups
+) -> int:
+    """Return the number of samples per group. The default gives at least ``num_groups`` groups."""
     if group_size is None:
-        group_size = max(1, count // TUNING.num_groups)
-    # At least three groups, so that there is a standard error.
+        group_size = max(1, count // num_groups)
+    # A standard error needs at least three groups.
     return check_count("group_size", group_size, high=max(1, count // 3))
 
 
 def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
-    """Return the risk on random groups of one size; the rest of the samples is left out."""
+    """Return the risk with one batch per random group; leftover samples are dropped."""
     count = sum(risk.batch_rows)
     order = torch.randperm(count, generator=generator, device=generator.device)
     used = order[: count // group_size * group_size].to(risk.theta.device)
@@ -84,12 +88,13 @@ def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Ri
 
 def group_error_factor(groups: Risk, count: int) -> float:
     r"""Return the finite-population correction of a standard error over random groups."""
-    # M groups have M - 1 of the N - 1 contrasts of the samples. Single samples have all of them.
+    # The means of M groups span M - 1 of the N - 1 contrasts between samples. Groups of one sample
+    # span all of them, so that nothing is left to chance.
     return math.sqrt(max(0, count - groups.num_batches) / max(1, count - 1))
 
 
 def check_batch_sizes(sizes: Sequence[int], count: int | None) -> tuple[int, ...]:
-    """Return batch sizes as a tuple; raise unless each is from 1 to the number of samples."""
+    """Return batch sizes as a tuple; raise unless each is between 1 and ``count``."""
     if isinstance(sizes, str) or not isinstance(sizes, Iterable):
         raise TypeError(
             f"batch_sizes must be a sequence of integers such as (8, 64), got {sizes!r}"
@@ -112,10 +117,10 @@ def contrasts(
 ) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\frac{j-1}{j} \|y_j - \bar y_{j-1}\|^2` of groups, ``(M - 1, k)``.
 
-    Here :math:`y_j = R H_j v` with the diagonal matrix :math:`R`, whose diagonal is ``root``
-    ``(P, 1)``. The sum of the contrasts is the sum of :math:`\|y_j - \bar y\|^2`, computed in one
-    pass and without cancellation (Welford). For random groups they have equal means and are
-    uncorrelated to first order. Also return the roundoff of their mean, ``(k,)``.
+    Here :math:`y_j = R H_j v`, and ``root`` ``(P, 1)`` is the diagonal of the matrix :math:`R`.
+    The sum of the contrasts is :math:`\sum_j \|y_j - \bar y\|^2`, computed in one pass and without
+    cancellation (Welford). For random groups, the contrasts have equal means and are uncorrelated
+    to first order. Also return the roundoff of their mean, ``(k,)``.
     """
     blocks, done = vectors.split(TUNING.block, 1), 0
     parts: list[Tensor] = []
@@ -131,7 +136,7 @@ def contrasts(
                 mean.add_(step, alpha=1 / j)
                 done += 1
                 bar.update(done)
-            # The first term is zero.
+            # The first contrast is zero: a single group has no deviation from its mean.
             parts.append(torch.stack(terms[1:]).cpu())
             means.append(column_dots(mean, mean).cpu())
             check_samples(parts[-1].T, sum(part.shape[1] for part in parts[:-1]))

@@ -1,4 +1,4 @@
-"""``landscape`` and ``landscape2d``: loss and accuracy along directions and on planes."""
+"""``landscape`` and ``landscape2d``: loss along lines and on planes; directions to use for them."""
 
 import math
 import os
@@ -9,14 +9,21 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_finite, check_positive, check_tensor
+from ritz._core.batch_norm import BATCH_NORM_MODES, BatchNormMode, batch_norms
+from ritz._core.checks import (
+    check_choice,
+    check_count,
+    check_finite,
+    check_positive,
+    check_tensor,
+    check_type,
+)
 from ritz._core.journal import Journal
-from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.curvature._shared import num_correct
+from ritz.curvature._shared import check_risk, num_correct
 from ritz.measures._groups import random_vectors
 from ritz.spectra import Spectrum
 
@@ -27,14 +34,15 @@ Directions = Spectrum | Tensor | Mapping[str, Tensor]
 
 
 def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
-    """Return the Ritz vectors ``(P,)`` of the largest, smallest and smallest-magnitude values.
+    """Return the Ritz vectors ``(P,)`` of the largest, the smallest and the value nearest to zero.
 
-    Their names are ``largest``, ``smallest`` and ``smallest magnitude``. A vector with two of these
-    names is returned under the first only. Vectors have unit length and an arbitrary sign.
+    Their names are ``largest``, ``smallest`` and ``smallest magnitude``. A vector that has two of
+    these names is returned under the first one. Vectors have unit length and an arbitrary sign.
 
     Args:
         spectrum: A spectrum with vectors: ``ritz.lanczos(op, num_steps=..., vectors=True)``.
     """
+    check_type("spectrum", spectrum, Spectrum, "a Spectrum from lanczos(op, vectors=True)")
     if spectrum.vectors is None:
         raise ValueError("spectrum must have vectors, got none: pass vectors=True to lanczos")
     if len(spectrum.vectors) != spectrum.dimension:
@@ -47,19 +55,20 @@ def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
         "smallest": 0,
         "smallest magnitude": int(spectrum.values.abs().argmin()),
     }
-    # In reverse order, so that a vector gets the first of its names.
+    # Go through the names in reverse order, so that a vector gets the first of its names.
     names = {index: name for name, index in reversed(chosen.items())}
     indices = {name: index for name, index in chosen.items() if names[index] == name}
     return {name: spectrum.vectors[:, index].clone() for name, index in indices.items()}
 
 
 def random_direction(risk: Risk, *, generator: torch.Generator | None = None) -> Tensor:
-    """Return a direction ``(P,)`` of unit length, uniform over the sphere.
+    """Return a random direction ``(P,)`` of unit length, uniform on the sphere.
 
     Args:
-        risk: Risk of the weights.
+        risk: Risk that has the weights.
         generator: Source of randomness. Defaults to a new generator with seed 0.
     """
+    check_risk(risk)
     vector = random_vectors(risk, 1, resolve_generator(generator))[:, 0]
     # The direction of a Gaussian vector is uniform on the sphere.
     unit: Tensor = vector / vector.norm()
@@ -67,15 +76,15 @@ def random_direction(risk: Risk, *, generator: torch.Generator | None = None) ->
 
 
 def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:
-    r"""Return a direction ``(P,)`` whose filters have the norms of the filters of the weights.
+    r"""Return a direction ``(P,)`` scaled filter by filter to the norms of the weights.
 
     .. math:: d_{l,j} \leftarrow \frac{\|\theta_{l,j}\|}{\|d_{l,j}\|} d_{l,j}
 
     for each filter :math:`j` of each layer :math:`l`. A filter is a slice along the first axis of a
-    parameter with two or more axes, such as a row of a linear layer. The landscape is then
-    invariant to the scale of a filter that batch norm or the next layer compensates. A filter that
-    is zero in the direction or in the weights is zero in the result. So are biases, scales and
-    shifts, which have no filters.
+    parameter with two or more axes, such as a row of a linear layer. The landscape then does not
+    depend on the scale of a filter if batch norm or the next layer compensates this scale. A filter
+    that is zero in the direction or in the weights is zero in the result. Biases, scales and shifts
+    have no filters and are zero in the result as well.
 
     Args:
         risk: Risk at the weights :math:`\theta`.
@@ -99,20 +108,22 @@ def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:
 
 
 def check_direction(name: str, direction: Tensor, risk: Risk) -> None:
-    """Raise unless ``direction`` is a finite nonzero vector ``(P,)`` of the weights' dtype."""
+    """Raise unless ``direction`` is a finite nonzero vector ``(P,)`` like the weights."""
+    check_risk(risk)
     theta = risk.theta
-    check_tensor(name, direction, dtype=theta.dtype, device=theta.device, rows=len(theta))
-    if direction.ndim != 1:
+    check_type(name, direction, Tensor, "a torch.Tensor")
+    if direction.shape != theta.shape:
         raise ValueError(f"{name} must be ({len(theta)},), got {tuple(direction.shape)}")
+    check_tensor(name, direction, dtype=theta.dtype, device=theta.device, rows=len(theta))
     check_finite(name, direction)
     if not bool(direction.any()):
-        raise ValueError(f"{name} must not be zero")
+        raise ValueError(f"{name} must not be zero, got a vector of zeros")
 
 
 def named_directions(directions: Directions, risk: Risk) -> dict[str, Tensor]:
     """Return the directions by name, checked."""
     if isinstance(directions, Spectrum):
-        # The basis may be on the host.
+        # The Lanczos basis may be stored on the host.
         vectors = ritz_directions(directions)
         named = {name: vector.to(risk.theta.device) for name, vector in vectors.items()}
     elif isinstance(directions, Mapping):
@@ -129,7 +140,7 @@ def named_directions(directions: Directions, risk: Risk) -> dict[str, Tensor]:
         kind = type(directions).__name__
         raise TypeError(f"directions must be a Spectrum, a tensor or a dictionary, got {kind}")
     if not named:
-        raise ValueError("directions must not be empty")
+        raise ValueError("directions must have at least one direction, got none")
     for name, direction in named.items():
         check_direction(name, direction, risk)
     return named
@@ -138,7 +149,8 @@ def named_directions(directions: Directions, risk: Risk) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------
 # Loss and accuracy on lines and planes.
 
-Row = tuple[float, ...]  # loss and accuracy on the data, then on test data; NaN if there is none
+# Loss and accuracy on the data, then loss and accuracy on the test data. NaN stands for none.
+Row = tuple[float, ...]
 KEYS = ("running_mean", "running_var")
 
 
@@ -252,9 +264,9 @@ def landscape(
             filter-normalised ones it is relative to the norm of each filter.
         num_points: Number of evenly spaced points; an odd number includes the centre.
         test: A risk of the same parameters on other data, evaluated at the same points.
-        batch_norm: Mode of batch norm for both risks. Defaults to the modes of the risks.
-            ``recomputed`` computes the running statistics again at each point, from the data of
-            ``risk``, and uses them for both.
+        batch_norm: Mode of batch norm for both risks. Defaults to the modes of the risks. With
+            ``recomputed``, the running statistics are computed again at each point from the data of
+            ``risk``, and used for both risks.
         state: File to resume from, and to save to every ``save_interval`` seconds; further files
             have names that begin with its name. They are not deleted at the end. A resumed
             computation gives the same result bit for bit (on the CPU). Raises ``ValueError`` if the
@@ -264,6 +276,7 @@ def landscape(
 
     Reference: section 4.2 and Table 4.3 of *Spectral Machine Learning*; Li et al. (2018).
     """
+    check_risk(risk)
     num_points = check_count("num_points", num_points, low=2)
     chosen = named_directions(directions, risk)
     steps = _steps(distance, num_points)
@@ -303,8 +316,9 @@ def landscape2d(
     Args:
         risk: The loss at the centre :math:`\theta`; the model is not changed.
         first: The direction :math:`u`, ``(P,)``.
-        second: The direction :math:`v`, ``(P,)``, not parallel to it.
-        distance: Largest :math:`|s|` and :math:`|t|`, or a pair, in units of each direction.
+        second: The direction :math:`v`, ``(P,)``, not parallel to ``first``.
+        distance: Largest :math:`|s|` and :math:`|t|`, as one number or a pair, in units of the
+            length of each direction.
         num_points: Number of points along each direction; an odd number includes the centre.
         names: Names of the directions.
         test: A risk of the same parameters on other data, evaluated at the same points.
@@ -317,13 +331,16 @@ def landscape2d(
     check_direction("first", first, risk)
     check_direction("second", second, risk)
     norms = torch.stack([first.double().norm(), second.double().norm()]).cpu()
-    # In float64: cosines near one lose half the digits.
+    # Compute in float64, because 1 - |cos| of nearly parallel vectors loses half the digits.
     cosine = float(first.double() @ second.double()) / float(norms.prod())
-    # 1 - |cos| = angle^2 / 2: an angle below 1.4e-3.
+    # 1 - |cos| = angle^2 / 2, so this refuses angles below 1.4e-3.
     if 1 - abs(cosine) < 1e-6:
         raise ValueError(f"second must not be parallel to first, got a cosine of {cosine:.9g}")
-    # One distance serves for both directions.
+    # A single distance holds for both directions.
     reach = distance if isinstance(distance, tuple) else (distance, distance)
+    for name, pair in (("distance", reach), ("names", names)):
+        if len(pair) != 2:
+            raise ValueError(f"{name} must have one entry per direction, got {pair}")
     s, t = (_steps(one, num_points) for one in reach)
     shape, vectors = (num_points, num_points), [first, second]
     settings = {"names": list(names), "distance": list(map(float, reach)), "directions": vectors}
@@ -351,14 +368,16 @@ def _along(
     settings: dict[str, Any],
     progress: bool | Progress,
 ) -> dict[str, Any]:
-    """Evaluate two risks at points in weight space; return the fields of either landscape."""
+    """Evaluate the risks at points in weight space; return the fields of a landscape."""
     if batch_norm is not None:
         check_choice("batch_norm", batch_norm, BATCH_NORM_MODES)
+    if test is not None:
+        check_type("test", test, Risk, "a ritz.Risk")
     if test is not None and test.space.shapes != risk.space.shapes:
-        raise ValueError(f"test must have the parameters of risk, got {test} and {risk}")
+        raise ValueError(f"test must have the same parameters as risk, got {test} and {risk}")
     mode = batch_norm or risk.batch_norm
     risk = risk.with_batch_norm(mode)
-    # "recomputed" takes the statistics of the training data for both risks.
+    # With "recomputed", both risks use the statistics of the training data.
     if test is not None and (batch_norm is not None or mode == "recomputed"):
         test = test.with_batch_norm("eval" if mode == "recomputed" else mode)
     settings |= {"points": list(shape), "risk": repr(risk), "weights": risk.theta}
@@ -366,10 +385,10 @@ def _along(
     journal = Journal(
         state, settings, interval=save_interval, group=risk.group, together=risk.sharing != "none"
     )
-    # The points of an interrupted call.
+    # Points of an interrupted call.
     rows: list[Row] = journal.load() or []
     if rows:
-        # Compare losses only: on a GPU, roundoff may change the accuracy.
+        # Compare only the losses: on a GPU, roundoff may change the accuracy.
         again, last = _row(risk, test, point(len(rows) - 1))[::2], rows[-1][::2]
         journal.check_repeats("loss at the last point", again, last, dtype=risk.theta.dtype)
     with tracking(progress, "landscape", math.prod(shape)) as bar:
@@ -381,7 +400,7 @@ def _along(
     # Transpose: one tensor per quantity, in the order of Row.
     columns = zip(*rows, strict=True)
     loss, *rest = (torch.tensor(each, dtype=torch.float64).reshape(shape) for each in columns)
-    # If the first point has no accuracy, none has.
+    # If the first point has no accuracy, no point has one.
     return {
         "loss": loss,
         "accuracy": None if math.isnan(rows[0][1]) else rest[0],
@@ -407,8 +426,8 @@ def _row(risk: Risk, test: Risk | None, theta: Tensor) -> Row:
 
 
 def _values(risk: Risk, statistics: dict[str, Tensor]) -> Row:
-    """Return loss and accuracy by one forward pass; ``statistics`` replace those of batch norm."""
-    # Summed in float64 over batches, and over processes by one reduction.
+    """Return loss and accuracy from one forward pass, with other ``statistics`` of batch norm."""
+    # Sum in float64 over batches, then over processes in one reduction.
     sums = torch.zeros(3, dtype=torch.float64, device=risk.theta.device)
     with torch.no_grad(), risk.settings():
         for _, context, weight in risk.contexts():
@@ -424,7 +443,7 @@ def _values(risk: Risk, statistics: dict[str, Tensor]) -> Row:
 
 
 def _steps(distance: float, num_points: int) -> list[float]:
-    """Return steps from ``-distance`` to ``distance``; the middle of an odd number is exactly 0."""
+    """Return evenly spaced steps in ``[-distance, distance]``; a middle step is exactly 0."""
     check_positive("distance", distance)
     # 2 k / (n - 1) is exactly 1 in the middle; a linspace may round there.
     return [distance * (2 * k / (num_points - 1) - 1) for k in range(num_points)]

@@ -1,4 +1,4 @@
-"""Curvature preconditioned by an adaptive optimiser: scaled by the roots of its divisors."""
+"""Curvature preconditioned by the divisors of an adaptive optimiser such as Adam."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,22 +12,23 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, stderr
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
+from ritz.measures._bulk_edge import check_pairs
 from ritz.measures._groups import choose_group_size, contrasts, group_error_factor, random_groups
-from ritz.measures._outliers import check_pairs
 from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs
 
-# Relative residual of the eigenvector. The error of the eigenvalue is of the order of its square.
+# Relative residual of the eigenvector. The relative error of the eigenvalue is about its square.
 RTOL = 0.01
 
 
 def divisors(risk: Risk, state: Optimizer) -> Tensor:
     r"""Return the divisors :math:`D` of an adaptive optimiser, ``(P,)``.
 
-    A step subtracts the learning rate times :math:`\hat m / D`, with
-    :math:`D = \sqrt{\hat v} + \varepsilon` for Adam, :math:`(\hat v + \varepsilon)^p` for a power
-    :math:`p` with epsilon inside, and :math:`(\sqrt v + \varepsilon)^{2p} / \sqrt{1 - \beta_2^t}`
-    for the form ``published``. With AMSGrad the second moment is the largest so far.
+    A step subtracts the learning rate times :math:`\hat m / D`. For Adam,
+    :math:`D = \sqrt{\hat v} + \varepsilon`. With a power :math:`p` and epsilon inside,
+    :math:`D = (\hat v + \varepsilon)^p`. For the form ``published``,
+    :math:`D = (\sqrt v + \varepsilon)^{2p} / \sqrt{1 - \beta_2^t}`. With AMSGrad, :math:`v` is the
+    largest second moment so far.
 
     Args:
         risk: Risk whose parameters the optimiser trains.
@@ -41,8 +42,8 @@ def divisors(risk: Risk, state: Optimizer) -> Tensor:
         memory = state.state.get(weights[name], {})
         if "exp_avg_sq" not in memory or "betas" not in settings[weights[name]]:
             raise ValueError(
-                f"state must be an Adam optimiser that has taken steps with the parameters of the "
-                f"risk, got {type(state).__name__} without a running mean of squares for {name!r}"
+                "state must be an Adam optimiser that has taken a step with the parameters of the "
+                f"risk, got {type(state).__name__} without a second moment of {name!r}"
             )
         parts[name] = _divisor(memory, settings[weights[name]])
     return risk.space.flatten({name: part.to(risk.theta) for name, part in parts.items()})
@@ -50,7 +51,7 @@ def divisors(risk: Risk, state: Optimizer) -> Tensor:
 
 def _divisor(memory: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     power = float(group.get("partial", 0.5))
-    # The optimisers of ritz choose the position of epsilon by the power unless it is given.
+    # Unless `form` is given, the optimisers of ritz choose the position of epsilon by the power.
     form = group.get("form") or ("outside" if power == 0.5 else "inside")
     largest = group.get("amsgrad")
     largest = form == "published" if largest is None else bool(largest)
@@ -64,7 +65,7 @@ def _divisor(memory: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     if form == "outside":
         root: Tensor = (moment / correction).sqrt() + epsilon
         return root
-    # Inside the power, the largest moment is that of v_hat.
+    # With epsilon inside the power, AMSGrad stores the largest v_hat, which is already corrected.
     inside: Tensor = ((moment if largest else moment / correction) + epsilon) ** power
     return inside
 
@@ -98,22 +99,22 @@ def preconditioned_curvature(
 ) -> tuple[Estimate, Estimate]:
     r"""Return the largest eigenvalue of :math:`D^{-1/2} H D^{-1/2}` and the variance along it.
 
-    With its eigenvector :math:`\phi`, the variance is :math:`V(\phi)` of the preconditioned
-    matrices of single samples, so that a batch has the largest eigenvalue
+    The variance is :math:`V(\phi)` of the preconditioned matrices of single samples, along the
+    leading eigenvector :math:`\phi`. A batch then has the largest eigenvalue
     :math:`\lambda_1 + V(\phi) / (b \lambda_1)`.
 
-    Cost: about 20 products, and one in groups of samples.
+    Cost: about 20 products with the whole matrix, and one in groups of samples.
 
     Args:
-        risk: The loss at a point, whose samples do not depend on each other.
+        risk: The loss at a point, with independent samples.
         divisor: :math:`D > 0`, ``(P,)``.
         matrix: ``hessian`` or ``ggn``.
         generator: Source of groups and start vector. Defaults to a new generator with seed 0.
     """
     generator = resolve_generator(generator)
     if not bool((divisor > 0).all()):
-        raise ValueError("divisor must be positive in all entries")
-    # D^-1/2 H D^-1/2 is symmetric and has the eigenvalues of D^-1 H, by which Adam steps.
+        raise ValueError(f"divisor must be positive, got an entry of {float(divisor.min()):g}")
+    # D^-1/2 H D^-1/2 is symmetric and has the eigenvalues of D^-1 H, which govern Adam's steps.
     root = divisor.rsqrt()[:, None]
     scaled = scaled_operator(curvature_operator(risk, matrix), root[:, 0])
     pairs = eigenpairs(scaled, largest=1, rtol=RTOL, generator=generator)
@@ -128,9 +129,10 @@ def preconditioned_curvature(
     count = sum(risk.batch_rows)
     size = choose_group_size(None, count)
     groups = random_groups(risk, size, generator)
-    # With y_j = D^{-1/2} H_j D^{-1/2} phi the contrasts sum to that of |y_j - mean|^2:
-    # V = (N - 1)/N g/(M - 1) sum_j |y_j - mean|^2, whose M - 1 contrasts are averaged.
-    gaps, roundoff = contrasts(groups, root * check_pairs(pairs)[:, -1:], matrix, root=root)
+    # V = (N - 1)/N g/(M - 1) sum_j |y_j - mean|^2 with y_j = D^{-1/2} H_j D^{-1/2} phi. The M - 1
+    # contrasts have the same sum, so their mean divides by M - 1.
+    vectors = check_pairs(pairs, risk.space.size)
+    gaps, roundoff = contrasts(groups, root * vectors[:, -1:], matrix, root=root)
     scale = size * (count - 1) / count
     method = f"{groups.num_batches} random groups"
     samples, off = scale * gaps[:, 0], scale * roundoff[0]

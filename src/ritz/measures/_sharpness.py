@@ -1,4 +1,4 @@
-"""``sharpness``: norms, trace, negative mass and rank of the curvature, by batch-norm mode."""
+"""``sharpness``: norms, trace, negative mass and rank of the curvature in each batch-norm mode."""
 
 import math
 import os
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ritz._core.batch_norm import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.journal import Journal, Parts
-from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress, Stages, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, plain_estimate
@@ -20,15 +20,15 @@ from ritz._core.sampling import ROUNDOFF
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary, check_risk
+from ritz.measures._bulk_edge import vector_errors
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
 from ritz.measures._groups import random_vectors
-from ritz.measures._outliers import vector_errors
 from ritz.operators import exact
 from ritz.spectra import Spectrum, lanczos_block
 from ritz.spectra._shared import least_frobenius_norm, negative_values
 
-# Their traces are tr H, |H|_F^2, the number of negative eigenvalues, and the number of those that
-# may be negative.
+# Functions of the Ritz values of a run. Their traces are tr H, |H|_F^2, the number of eigenvalues
+# that are certainly negative, and the number of those that may be negative.
 Function = Callable[[Spectrum], Tensor]
 _FUNCTIONS: tuple[Function, ...] = (
     lambda run: run.values,
@@ -46,15 +46,15 @@ class SharpnessRow:
     Attributes:
         matrix: ``hessian`` or ``ggn``.
         batch_norm: Mode of batch norm; ``None`` for a model without batch norm.
-        spectral_norm: Largest :math:`|\theta_k|` of all probes; its truncation is the residual.
+        spectral_norm: Largest :math:`|\theta_k|` of all probes. The truncation is its residual.
         largest: The largest Ritz value.
         smallest: The smallest Ritz value.
         trace: :math:`\operatorname{tr} H`.
         mean_eigenvalue: :math:`\operatorname{tr} H / P`.
-        frobenius_norm: :math:`\|H\|_F`; its samples are squared norms. It is at least
-            :math:`(\sum_k \theta_k^2)^{1/2}` of each probe, a rigorous lower bound.
+        frobenius_norm: :math:`\|H\|_F`; the samples are squared norms. The estimate is never below
+            :math:`(\sum_k \theta_k^2)^{1/2}` of any probe, which is a rigorous lower bound.
         negative_mass: Fraction of eigenvalues that are certainly negative: below zero by more than
-            roundoff and residual. Its truncation is the fraction whose sign is not determined.
+            roundoff and residual. The truncation is the fraction whose sign is not determined.
         degeneracy: Fraction of eigenvalues near zero.
         num_products: Number of matrix-vector products.
         status: How the Lanczos runs ended.
@@ -81,12 +81,12 @@ class Sharpness:
 
     Attributes:
         rows: One row per matrix and batch-norm mode.
-        summaries: Loss, accuracy and norms by batch-norm mode (``""`` for a model without batch
-            norm).
-        model: Name of the model's class.
-        num_steps: Lanczos steps per probe.
-        num_probes: Probes per row.
-        batch_sizes: Smallest and largest batch, on which ``train`` mode depends.
+        summaries: Loss, accuracy and norms for each batch-norm mode (``""`` for a model without
+            batch norm).
+        model: Name of the class of the model.
+        num_steps: Number of Lanczos steps per probe.
+        num_probes: Number of probes per row.
+        batch_sizes: Smallest and largest batch size. Results in ``train`` mode depend on them.
         l2: Coefficient of the L2 term, which is added to every eigenvalue.
         seed: Seed of the probes, the same in all rows.
     """
@@ -134,34 +134,39 @@ def sharpness(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Sharpness:
-    r"""Return spectral and Frobenius norm, trace, negative mass and rank degeneracy.
+    r"""Return spectral norm, Frobenius norm, trace, negative mass and rank degeneracy.
 
-    By default both the Hessian and the Gauss-Newton matrix are measured, and a model with batch
-    norm in eval and in train mode. The results of the two modes can differ by orders of magnitude.
+    By default, both the Hessian and the Gauss-Newton matrix are measured. A model with batch norm
+    is measured in eval and in train mode, because the two can differ by orders of magnitude.
+
     All numbers of a row come from the same Lanczos runs with Ritz values :math:`\theta_k` and
-    weights :math:`\tau_k`: :math:`\operatorname{tr} H = P\, \mathbb{E} \sum_k \tau_k \theta_k`,
-    :math:`\|H\|_F^2 = P\, \mathbb{E} \sum_k \tau_k \theta_k^2`. An exact trace is used if the
-    operator has one. Simple eigenvalues that have converged in the runs of all probes are counted
-    exactly, which reduces the variance. All rows use the same start vectors.
+    weights :math:`\tau_k`:
 
-    Cost: ``num_steps * num_probes`` products per row, a gradient and a forward pass per mode, and
-    the exact trace, if there is one (a backward pass for each output). Memory: ``num_steps + 4``
+    .. math:: \operatorname{tr} H = P\, \mathbb{E} \sum_k \tau_k \theta_k, \quad
+        \|H\|_F^2 = P\, \mathbb{E} \sum_k \tau_k \theta_k^2
+
+    If the operator has an exact trace, the exact trace is used. Simple eigenvalues that have
+    converged in the runs of all probes are counted exactly, which reduces the variance. All rows
+    use the same start vectors.
+
+    Cost: ``num_steps * num_probes`` products per row, one gradient and one forward pass per mode,
+    and the exact trace if there is one (a backward pass for each output). Memory: ``num_steps + 4``
     vectors for each probe of a block, and ``num_probes`` more.
 
     Args:
         risk: The loss at a point.
         num_steps: Lanczos steps ``m`` per probe. Defaults to 100, or ``P`` if that is less.
         num_probes: Number ``d`` of random start vectors. The relative uncertainty of the standard
-            error is about :math:`1 / \sqrt{2 (d - 1)}`; a single probe has no error bars.
+            error is about :math:`1 / \sqrt{2 (d - 1)}`. A single probe gives no error bars.
         matrix: ``hessian``, ``ggn`` or a sequence of them.
-        batch_norm: Mode or modes. Defaults to ``eval`` (``recomputed`` if the risk has that mode)
-            and ``train``. The mode ``train`` needs a risk whose batch size is known. A model
-            without batch norm has one row per matrix.
-        block_size: Probes per block. Defaults to the block size of the operator.
+        batch_norm: Mode or modes of batch norm. Defaults to ``eval`` (``recomputed`` if the risk
+            has that mode) and ``train``. The mode ``train`` needs a risk whose batch size is known.
+            Ignored for a model without batch norm.
+        block_size: Number of probes per block. Defaults to the block size of the operator.
         engine: ``linearized`` (traced once), ``eager``, or ``auto``, which prefers the first.
-        max_products: Maximum number of products of all rows together. If it is too small, each row
-            has fewer probes, and if one probe is too many, fewer steps. The status of the row then
-            says so. Defaults to no limit.
+        max_products: Maximum number of products of all rows together. If it is too small, there are
+            fewer probes; if it is too small even for one probe, there are fewer steps. The status
+            of each row then says so. Defaults to no limit.
         state: File to resume from, and to save to every ``save_interval`` seconds; further files
             have names that begin with its name. They are not deleted at the end. A resumed
             computation gives the same result bit for bit (on the CPU). Raises ``ValueError`` if the
@@ -177,9 +182,9 @@ def sharpness(
     num_steps = min(100, size) if num_steps is None else num_steps
     num_steps = check_count("num_steps", num_steps, high=size)
     num_probes = check_count("num_probes", num_probes)
-    matrices: Sequence[CurvatureMatrix] = (matrix,) if isinstance(matrix, str) else matrix
+    matrices: Sequence[CurvatureMatrix] = matrix if isinstance(matrix, list | tuple) else (matrix,)
     if not matrices:
-        raise ValueError(f"matrix must be one or several of {', '.join(MATRICES)}; got {matrix!r}")
+        raise ValueError(f"matrix must be one or more of {', '.join(MATRICES)}; got {matrix!r}")
     for name in matrices:
         check_choice("matrix", name, MATRICES)
     operator = partial(curvature_operator, engine=engine, block_size=block_size)
@@ -200,7 +205,7 @@ def sharpness(
         "weights": risk.theta,
         "start": start,
     }
-    # Without shared data the processes are independent, and must not wait for each other.
+    # If the data is not shared, the processes are independent and must not wait for each other.
     together = risk.sharing != "none"
     parts = Parts(
         Journal(state, settings, interval=save_interval, group=risk.group, together=together)
@@ -230,12 +235,12 @@ def sharpness(
 def _within(
     max_products: int | None, num_steps: int, num_probes: int, num_rows: int
 ) -> tuple[int, int, Status | None]:
-    """Return steps and probes per row within ``max_products``, and a status if they are reduced."""
+    """Return the steps and probes that ``max_products`` allows, and a status if it reduces them."""
     if max_products is None:
         return num_steps, num_probes, None
     max_products = check_count("max_products", max_products, low=num_rows)
-    # Fewer probes give wider error bars. Fewer steps give a bias that is not in the error bars, so
-    # steps are reduced only if one probe is too many.
+    # Fewer probes only widen the error bars. Fewer steps cause a bias that the error bars do not
+    # show, so steps are reduced only if there are not enough products for one probe.
     each = max_products // num_rows
     steps, probes = min(num_steps, each), min(num_probes, max(1, each // num_steps))
     if (steps, probes) == (num_steps, num_probes):
@@ -244,17 +249,17 @@ def _within(
     needed = num_rows * num_steps * num_probes
     return steps, probes, Status(
         outcome="max_steps",
-        message=f"{counts}, within {max_products:,} products",
-        advice=f"max_products={needed} suffices for all",
+        message=f"{counts}, limited by max_products={max_products}",
+        advice=f"max_products={needed} would suffice for all",
     )  # fmt: skip
 
 
 def _probes(count: int) -> str:
     if count == 1:
         return "one probe (no error bars)"
-    # Relative standard deviation of a standard deviation of normal samples: 1 / sqrt(2 (d - 1)).
+    # The standard deviation of d normal samples has a relative error of 1 / sqrt(2 (d - 1)).
     share = (2 * (count - 1)) ** -0.5
-    return f"{count} probes (± standard error, itself accurate to {share:.0%})"
+    return f"{count} probes (± standard error, which is known to {share:.0%})"
 
 
 def _modes(
@@ -263,9 +268,11 @@ def _modes(
     """Return the batch-norm modes with the risk in each."""
     running: BatchNormMode = "recomputed" if risk.batch_norm == "recomputed" else "eval"
     several = (running, "train") if chosen is None else chosen
-    modes: Sequence[BatchNormMode] = (several,) if isinstance(several, str) else tuple(several)
+    modes: Sequence[BatchNormMode] = several if isinstance(several, list | tuple) else (several,)
     if not modes:
-        raise ValueError("batch_norm must not be empty")
+        raise ValueError(
+            f"batch_norm must be one or more of {', '.join(BATCH_NORM_MODES)}; got {chosen!r}"
+        )
     for mode in modes:
         check_choice("batch_norm", mode, BATCH_NORM_MODES)
     if not batch_norms(risk.model):
@@ -274,7 +281,7 @@ def _modes(
 
 
 def _summary(parts: Parts, risk: Risk, mode: str | None) -> Summary:
-    """Return the summary of a risk, after checking that a state was made with the same data."""
+    """Return the summary of a risk. Raise if the saved state belongs to other data."""
     now = summary(risk)
     saved = parts.get(mode or "none", lambda state: now)
     parts.journal.check_repeats("loss", [now.loss], [saved.loss], dtype=risk.theta.dtype)
@@ -291,17 +298,17 @@ def _row(
     mode: str | None,
     seed: int,
 ) -> SharpnessRow:
-    """Measure one matrix; each block of Lanczos runs is a part that can be resumed."""
+    """Measure one matrix. Each block of Lanczos runs is a part that can be resumed."""
     name, runs = f"{mode or 'none'}-{matrix}", list[Spectrum]()
     for index, block in enumerate(start.split(op.block_size, 1)):
-        # The cosines of all start vectors with the Ritz vectors of the first run show which of its
-        # values are simple eigenvalues.
+        # The cosines between all start vectors and the Ritz vectors of the first run show which
+        # Ritz values are simple eigenvalues.
         against = None if index or start.shape[1] == 1 else start
         width, num_steps = block.shape[1], run.keywords["num_steps"]
         bar = stages.stage(size=width * num_steps, weight=width)
         call = partial(run, op, start=block, against=against, progress=bar)
         runs += parts.get(f"{name}-{index}", call)
-    # Save this as a part as well: an exact trace may cost as much as a run.
+    # Save the row as a part as well, because an exact trace may cost as much as a run.
     labels = {"matrix": matrix, "batch_norm": mode}
     return parts.get(name, lambda state: _measure(op, runs, seed, **labels))
 
@@ -309,7 +316,7 @@ def _row(
 def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: Any) -> SharpnessRow:
     size, num_products = op.shape[0], sum(run.num_products for run in runs)
     samples, num_split = traces(runs, _FUNCTIONS)
-    method = "Lanczos quadrature" + (f", {num_split} eigenvalues split off" if num_split else "")
+    method = "Lanczos quadrature" + (f", {num_split} simple eigenvalues" if num_split else "")
     first, second, negative, possible = (
         Estimate.of(row, method=method, num_products=num_products, seed=seed) for row in samples
     )
@@ -318,7 +325,7 @@ def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: A
     if known is not None:
         roundoff = ROUNDOFF * torch.finfo(op.dtype).eps * abs(known)
         whole = Estimate.exact(known, method=f"exact, by {note}", truncation=roundoff)
-    # |H| is the largest |theta|, to its residual |H u - theta u|.
+    # |H| is the largest |theta|, up to its residual |H u - theta u|.
     values, residuals = (
         torch.cat([getattr(run, k) for run in runs]) for k in ("values", "residuals")
     )
@@ -331,7 +338,7 @@ def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: A
         status=first.status,
         seed=seed,
     )
-    # Some eigenvalues are zero within their residuals, and may be negative.
+    # Eigenvalues that are zero within their residuals may be negative.
     undecided = (possible.mean - negative.mean) / size
     return SharpnessRow(
         **labels,
@@ -344,13 +351,13 @@ def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: A
         negative_mass=replace(negative.scaled(1 / size), truncation=undecided),
         degeneracy=rank_degeneracy(runs, matrix=labels["matrix"]),
         num_products=num_products,
-        # The row is exact only if the space of every run is invariant.
+        # "breakdown" (an invariant space, so exact results) is reported only if all runs have it.
         status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
     )
 
 
 def _root(square: Estimate, least: float) -> Estimate:
-    # |V'HV|_F <= |H|_F for orthonormal V: the Ritz values of one run bound the norm from below.
+    # |V'HV|_F <= |H|_F for orthonormal V, so the Ritz values of a run bound the norm from below.
     mean = square.mean.sqrt().clamp(min=least)
     # d sqrt(x) = dx / (2 sqrt(x))
     slope = 1 / (2 * mean) if mean > 0 else torch.zeros_like(mean)
@@ -384,8 +391,8 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------------------------
-# Traces of functions from the Lanczos runs of several probes, with simple eigenvalues counted
-# exactly.
+# Traces of functions of the matrix from the Lanczos runs of several probes. Simple eigenvalues are
+# counted exactly.
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,11 +402,11 @@ class Tuning:
     # Largest sine of the angle from a Ritz vector to its eigenvector. With 1e-3 some cases of
     # tests/measures/test_outliers.py fail.
     converged: float = 1e-4
-    # Roundoff in the component of a probe along a Ritz vector, if entries of the probe are of order
-    # one.
+    # Allowed roundoff in the component of a probe along a Ritz vector, for a probe with entries of
+    # order one.
     roundoff: float = 1e-4
-    # The angles change this component by a random number, of which so many standard deviations are
-    # allowed.
+    # The error of the Ritz vectors changes this component at random. This many standard deviations
+    # are allowed.
     deviations: float = 4.0
 
 
@@ -412,22 +419,22 @@ def traces(runs: Sequence[Spectrum], functions: Sequence[Function]) -> tuple[Ten
     .. math:: \operatorname{tr} f(A) = \sum_{k \in S} f(\theta_k) + (n - |S|)\, \mathbb{E}\,
         \frac{\sum_{k \notin S} \tau_k f(\theta_k)}{\sum_{k \notin S} \tau_k}
 
-    with the simple eigenvalues :math:`S` that have converged in the runs of all probes. A probe
-    minus its part in their directions, normalised again, is a uniform probe of the remaining space.
-    Plain quadrature multiplies :math:`f(\theta_k)` by :math:`n \tau_k`, which has a :math:`\chi^2`
-    distribution with mean one and standard deviation :math:`\sqrt 2`. If a few eigenvalues hold
-    most of the trace of a function, this is nearly all of the error.
+    :math:`S` are the simple eigenvalues that have converged in the runs of all probes. If their
+    directions are removed from a probe and the rest is normalised, the result is a uniform probe of
+    the remaining space. Plain quadrature multiplies :math:`f(\theta_k)` by :math:`n \tau_k`, which
+    has a :math:`\chi^2` distribution with mean one and standard deviation :math:`\sqrt 2`. If the
+    trace is dominated by a few eigenvalues, this is nearly all of its error.
 
-    The formula holds for a fixed :math:`S`. An eigenvalue is more likely to be in :math:`S` if its
-    weights are large. For eigenvalues that are just converging, the mean over two or three probes
-    was biased by a fraction of a standard error.
+    The formula holds for a fixed :math:`S`, but an eigenvalue is more likely to be in :math:`S` if
+    its weights are large. For eigenvalues that are just converging, the mean over two or three
+    probes was biased by a fraction of a standard error.
 
     Cost: no products.
 
     Args:
-        runs: One run per probe, with all values and weights; the first with the cosines of all
-            start vectors.
-        functions: Functions from a run to :math:`f` at its values, ``(m,)``.
+        runs: One run per probe, with all Ritz values and weights. The first run has the cosines of
+            all start vectors.
+        functions: Functions from a run to :math:`f` at its Ritz values, ``(m,)``.
     """
     places = simple_eigenvalues(runs)
     samples = [
@@ -438,17 +445,17 @@ def traces(runs: Sequence[Spectrum], functions: Sequence[Function]) -> tuple[Ten
 
 
 def simple_eigenvalues(runs: Sequence[Spectrum]) -> Tensor:
-    r"""Return the indices ``(k, s)``, in each run, of the simple eigenvalues converged in all runs.
+    r"""Return the indices ``(k, s)`` of simple eigenvalues that have converged in all ``k`` runs.
 
-    A run has one Ritz vector per eigenvalue, whatever its multiplicity: the projection of the start
+    A run has one Ritz vector per eigenvalue, whatever the multiplicity: the projection of its start
     vector onto the eigenspace. If the eigenspace is a line, every other start vector has the
     component :math:`|z_j^\top u| / \|z_j\| = \sqrt{\tau_j}` along the Ritz vector :math:`u` of the
-    first run. In a plane the two projections are at a random angle. With two probes about one
-    double eigenvalue in a hundred counts as simple by chance, with three hardly any.
+    first run. In a plane, the two projections are at a random angle. With two probes, about one
+    double eigenvalue in a hundred counts as simple by chance; with three, hardly any.
 
     Args:
-        runs: One run per probe. Without the cosines of all start vectors in the first, no
-            eigenvalue is returned.
+        runs: One run per probe. If the first run has no cosines of the start vectors, no eigenvalue
+            is returned.
     """
     first, others = runs[0], runs[1:]
     if first.cosines is None or not others:
@@ -468,8 +475,8 @@ def _sample(run: Spectrum, chosen: Tensor, at: Tensor) -> Tensor:
     rest = run.weights.clone()
     rest[chosen] = 0
     left, mass = run.dimension - len(chosen), rest.sum()
-    # (n - |S|) sum tau f / sum tau over the rest. Without BLAS, whose last bit depends on the
-    # memory alignment of a run that was read from a file.
+    # (n - |S|) sum tau f / sum tau over the rest. BLAS is avoided, because its last bit depends on
+    # the memory alignment, which differs for a run that was read from a file.
     sampled = left * (rest * at).sum() / mass if left and mass > 0 else torch.zeros_like(mass)
     return at[chosen].sum() + sampled
 
@@ -479,7 +486,7 @@ def _same(
 ) -> bool:
     """Return whether two runs have the same eigenvalue, with a one-dimensional eigenspace."""
     first, run, here, there = runs[0], runs[other], places[0], places[other]
-    # An eigenvalue lies within the residual of each Ritz value, so the intervals must overlap.
+    # An eigenvalue lies within the residual of each Ritz value, so the two intervals must overlap.
     gap = abs(float(first.values[here] - run.values[there]))
     if not is_below(gap, float(first.residuals[here] + run.residuals[there])):
         return False

@@ -1,13 +1,6 @@
 """Symmetric matrices, represented by their matrix-vector products."""
 
-from ritz.operators._base import (
-    DeflatedOperator,
-    LinearOperator,
-    RestrictedOperator,
-    ShardedOperator,
-    ShiftedOperator,
-    check_symmetric,
-)
+from ritz.operators._base import LinearOperator, check_symmetric
 from ritz.operators._exact import Exact, exact
 from ritz.operators._interop import FunctionOperator, OperatorLike, as_operator, read_matrix
 from ritz.operators._kernel import KernelOperator
@@ -15,10 +8,14 @@ from ritz.operators._laplacian import LaplacianOperator
 from ritz.operators._sparse import SparseOperator
 from ritz.operators._structured import (
     BlockDiagonalOperator,
+    DeflatedOperator,
     DenseOperator,
     DiagonalOperator,
     KroneckerOperator,
     LowRankOperator,
+    RestrictedOperator,
+    ShardedOperator,
+    ShiftedOperator,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The base class of operators, and operators made of operators: sums, multiples, shifts, parts."""
+"""`LinearOperator`, the base class of operators; `check_symmetric`; sums and multiples."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,7 +11,6 @@ from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 
 from ritz._core.checks import as_plain, check_range, check_real_floating, check_tensor, is_below
-from ritz._core.distributed import Group, all_sum, world_size
 from ritz._core.random import probes, resolve_generator
 
 
@@ -19,9 +18,10 @@ class LinearOperator(ABC):
     """A real symmetric matrix ``(n, n)``, represented by its products with blocks ``(n, k)``.
 
     A block is a tensor whose ``k`` columns are vectors that are multiplied at once.
-    A subclass calls ``super().__init__`` and implements ``_matmat``, which receives a block of the
-    right shape, dtype and device with at least one column. It must not change the block, and must
-    return a new tensor. It may set ``_detail``, a text for ``repr``.
+
+    A subclass calls ``super().__init__`` and implements ``_matmat``. This method receives a block
+    of the correct shape, dtype and device with at least one column. It must not change the block,
+    and must return a new tensor. The subclass may set ``_detail``, a text for ``repr``.
 
     Attributes:
         shape: ``(n, n)``.
@@ -57,10 +57,10 @@ class LinearOperator(ABC):
 
     @abstractmethod
     def _matmat(self, block: Tensor) -> Tensor:
-        """The product ``(n, k)`` of this matrix with a block ``(n, k)``."""
+        """Return the product ``(n, k)`` of this matrix with a block ``(n, k)``."""
 
     def matmat(self, block: Tensor) -> Tensor:
-        """Return the product with a block ``(n, k)`` or a vector ``(n,)``, which is not changed."""
+        """Return the product with a block ``(n, k)`` or a vector ``(n,)``."""
         check_tensor("block", block, dtype=self.dtype, device=self.device, rows=self.shape[0])
         columns = block if block.ndim == 2 else block[:, None]
         before = _writes(columns)
@@ -78,7 +78,7 @@ class LinearOperator(ABC):
         return self.matmat(block)
 
     def dense(self, *, max_bytes: int = 2**31) -> Tensor:
-        """Return the matrix itself, ``(n, n)``, from ``n`` products.
+        """Return the matrix as a tensor ``(n, n)``, from ``n`` products.
 
         Args:
             max_bytes: Raise if the matrix would be larger than this.
@@ -106,7 +106,7 @@ class LinearOperator(ABC):
             return self.matmat(block).cpu().numpy()
 
         dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-        # A' = A, so products from the left are the same functions.
+        # A' = A, so products with the transpose are the same.
         products = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), matmat)
         return ScipyOperator(shape=self.shape, dtype=dtype, **products)
 
@@ -148,7 +148,7 @@ def check_symmetric(
     cross = block.double().T @ product
     scale = float(product.norm() * block.double().norm()) / 2
     rtol = torch.finfo(op.dtype).eps ** 0.5 if rtol is None else rtol
-    # u'Av and v'Au are each about |u| |Av| / sqrt(n) for random vectors: hence the root.
+    # For random vectors, u'Av and v'Au are of order |u| |Av| / sqrt(n).
     gap = abs(float(cross[0, 1] - cross[1, 0]))
     allowed = rtol * scale / n**0.5 + n * torch.finfo(op.dtype).tiny / peak  # underflow
     if not is_below(gap, allowed):
@@ -182,7 +182,7 @@ class SumOperator(LinearOperator):
 
 
 class WrappingOperator(LinearOperator):
-    """An operator made of one other operator, ``op``, with its dtype, device and block size."""
+    """Base class of operators made of one other operator, ``op``."""
 
     def __init__(self, op: LinearOperator, detail: str, *, n: int | None = None) -> None:
         n = op.shape[0] if n is None else n
@@ -195,7 +195,7 @@ class ScaledOperator(WrappingOperator):
     r"""The multiple :math:`c A`."""
 
     def __init__(self, op: LinearOperator, factor: float) -> None:
-        _check_number("factor", factor)
+        check_number("factor", factor)
         super().__init__(op, f"{factor:g} * {type(op).__name__}")
         self.factor = float(factor)
 
@@ -203,98 +203,8 @@ class ScaledOperator(WrappingOperator):
         return self.op.matmat(block) * self.factor
 
 
-@final
-class ShiftedOperator(WrappingOperator):
-    r"""The shift :math:`A + \mu I`."""
-
-    def __init__(self, op: LinearOperator, shift: float) -> None:
-        _check_number("shift", shift)
-        super().__init__(op, f"{type(op).__name__} {shift:+g} I")
-        self.shift = float(shift)
-
-    def _matmat(self, block: Tensor) -> Tensor:
-        return torch.add(self.op.matmat(block), block, alpha=self.shift)
-
-
-@final
-class DeflatedOperator(WrappingOperator):
-    r"""The projection :math:`(I - Q Q^\top) A (I - Q Q^\top)`: ``A`` with a subspace removed.
-
-    Args:
-        op: :math:`A`.
-        vectors: :math:`Q` of shape ``(n, r)`` with orthonormal columns, such as Ritz vectors.
-    """
-
-    def __init__(self, op: LinearOperator, vectors: Tensor) -> None:
-        check_tensor("vectors", vectors, dtype=op.dtype, device=op.device, rows=op.shape[0])
-        self.vectors = vectors.detach().reshape(op.shape[0], -1)
-        super().__init__(op, f"{type(op).__name__} without {self.vectors.shape[1]} directions")
-        gram = self.vectors.double().T @ self.vectors.double()
-        error = float((gram - torch.eye(len(gram)).to(gram)).abs().max())
-        # Q'Q = I must hold to half the digits of the dtype.
-        if not is_below(error, torch.finfo(op.dtype).eps ** 0.5):
-            raise ValueError(f"vectors must have orthonormal columns, got |Q'Q - I| = {error:.2g}")
-
-    def _matmat(self, block: Tensor) -> Tensor:
-        return self._project(self.op.matmat(self._project(block)))
-
-    def _project(self, block: Tensor) -> Tensor:
-        # (I - Q Q') B, associated so that Q Q', (n, n), is not formed.
-        return block - self.vectors @ (self.vectors.T @ block)
-
-
-@final
-class RestrictedOperator(WrappingOperator):
-    r"""The principal submatrix :math:`A_{SS}` on a subset of coordinates.
-
-    Args:
-        op: :math:`A`.
-        indices: The subset :math:`S`, distinct integers in ``[0, n)``, ``(s,)``.
-    """
-
-    def __init__(self, op: LinearOperator, indices: Tensor) -> None:
-        self.indices = indices = torch.as_tensor(indices, device=op.device)
-        if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
-            raise TypeError(
-                f"indices must be a vector of integers, got {indices.dtype} {tuple(indices.shape)}"
-            )
-        for end in indices.aminmax() if len(indices) else ():
-            check_range("indices", int(end), low=0, high=op.shape[0] - 1)
-        if len(indices.unique()) != len(indices):
-            raise ValueError("indices must be distinct, got repeated ones")
-        super().__init__(op, f"{len(indices):,} coordinates of {type(op).__name__}", n=len(indices))
-
-    def _matmat(self, block: Tensor) -> Tensor:
-        # A_SS = P A P', where P' embeds the coordinates S among zeros.
-        embedded = block.new_zeros(self.op.shape[0], block.shape[1])
-        embedded[self.indices] = block
-        return self.op.matmat(embedded)[self.indices]
-
-
-@final
-class ShardedOperator(WrappingOperator):
-    r"""The sum :math:`\sum_r A_r` over processes, each of which has its own :math:`A_r`.
-
-    All processes pass the same block and get the same product, by one all-reduce. Parts are summed,
-    not averaged, so they may have different sizes.
-
-    Args:
-        op: :math:`A_r` of this process.
-        group: The processes. Defaults to all of them.
-    """
-
-    def __init__(self, op: LinearOperator, *, group: Group | None = None) -> None:
-        super().__init__(op, f"sum over {world_size(group)} processes of {type(op).__name__}")
-        self.group = group
-
-    def _matmat(self, block: Tensor) -> Tensor:
-        # A copy, since the sum is in place and the local operator may still use its result.
-        product = self.op.matmat(block).clone(memory_format=torch.contiguous_format)
-        return all_sum(product, self.group)
-
-
 def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False) -> LinearOperator:
-    """Return the first operator; raise unless there is one and all agree in dtype and device."""
+    """Return the first operator. Raise unless there is one and all agree in dtype and device."""
     if not ops:
         raise ValueError(f"{name} must contain at least one operator, got none")
     first = ops[0]
@@ -307,11 +217,11 @@ def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False
 
 
 def _writes(tensor: Tensor) -> int:
-    """Return how often a tensor was written to in place; 0 if torch does not count it."""
+    """Return the number of in-place writes to a tensor. 0 if torch does not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _check_number(name: str, value: float) -> None:
+def check_number(name: str, value: float) -> None:
     check_range(name, value)
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")

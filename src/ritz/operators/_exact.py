@@ -1,4 +1,4 @@
-"""Facts about an operator that need no products: diagonal, trace, bounds of the spectrum.
+"""`exact`: diagonal and trace without products; `gershgorin`: bounds of the spectrum.
 
 ``exact`` dispatches on the class of the operator. A new operator registers its own rule:
 ``exact.register(MyOperator)(lambda op, quantity: Exact.of(op.entries, quantity))``.
@@ -12,13 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ritz.operators._base import (
-    LinearOperator,
-    RestrictedOperator,
-    ScaledOperator,
-    ShiftedOperator,
-    SumOperator,
-)
+from ritz.operators._base import LinearOperator, ScaledOperator, SumOperator
 from ritz.operators._kernel import KernelOperator
 from ritz.operators._laplacian import LaplacianOperator
 from ritz.operators._sparse import SparseOperator
@@ -28,6 +22,8 @@ from ritz.operators._structured import (
     DiagonalOperator,
     KroneckerOperator,
     LowRankOperator,
+    RestrictedOperator,
+    ShiftedOperator,
 )
 
 Quantity = Literal["diagonal", "trace"]
@@ -65,8 +61,8 @@ def exact(op: LinearOperator, quantity: Quantity) -> Exact:
 def gershgorin(op: LinearOperator) -> tuple[float, float] | None:
     r"""Return :math:`\min_i (a_{ii} - r_i), \max_i (a_{ii} + r_i)`, or ``None`` if not explicit.
 
-    :math:`r_i = \sum_{j \ne i} |a_{ij}|`: every eigenvalue lies between the two. If a smaller
-    interval is known, such as [0, 2] for the normalised Laplacian, that interval is returned.
+    Here :math:`r_i = \sum_{j \ne i} |a_{ij}|`. All eigenvalues lie between the two bounds. If a
+    smaller interval is known, such as [0, 2] for the normalised Laplacian, it is returned.
     """
     return None
 
@@ -148,7 +144,7 @@ def _(op: BlockDiagonalOperator, quantity: Quantity) -> Exact:
 
 
 def _combine(quantity: Quantity, rule: Callable[..., Any], *ops: LinearOperator) -> Exact:
-    """Apply a rule to the values of several operators; nothing is known if one is missing."""
+    """Apply a rule to the values of several operators. The result is missing if one of them is."""
     parts = [exact(op, quantity) for op in ops]
     missing = [part for part in parts if part.value is None]
     notes = "; ".join(dict.fromkeys(part.note for part in missing or parts if part.note))

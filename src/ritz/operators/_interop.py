@@ -1,11 +1,11 @@
-"""Operators from functions, tensors, arrays, SciPy matrices and files."""
+"""`FunctionOperator`, `as_operator`, `read_matrix`: functions, matrices and files as operators."""
 
 import os
 import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias, Union, final
+from typing import Any, Union, final
 
 import numpy as np
 import scipy.io
@@ -13,6 +13,7 @@ import scipy.sparse
 import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
+from typing_extensions import TypeAliasType
 
 from ritz.operators._base import LinearOperator
 from ritz.operators._laplacian import is_networkx
@@ -27,8 +28,8 @@ from ritz.operators._structured import DenseOperator
 class FunctionOperator(LinearOperator):
     """The matrix whose product with a block is computed by a function.
 
-    Its symmetry is not checked here: :func:`ritz.operators.check_symmetric` tests it with two
-    products, and every Lanczos run checks it without extra products.
+    Symmetry is not checked when the operator is created. :func:`ritz.operators.check_symmetric`
+    checks it with two products, and every Lanczos run checks it without additional products.
 
     Args:
         function: Takes a block ``(n, k)`` and returns the product ``(n, k)``. With
@@ -69,7 +70,7 @@ class FunctionOperator(LinearOperator):
             got = tuple(product.shape) if isinstance(product, Tensor) else type(product).__name__
             raise ValueError(f"{self._detail} must return {tuple(block.shape)}, got {got}")
         product = product.detach()  # a product by autograd may still have its graph
-        # Callers write into products, and a function may return its argument.
+        # The function may return its argument, but callers may modify the product in place.
         shared = product.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
         return product.clone() if shared else product
 
@@ -78,15 +79,18 @@ class FunctionOperator(LinearOperator):
 # Matrices of other libraries.
 
 
-# Types in quotes are generic for type checkers alone.
-OperatorLike: TypeAlias = Union[
-    LinearOperator,
-    Tensor,
-    "np.ndarray[Any, Any]",
-    "scipy.sparse.sparray[Any, Any]",
-    "scipy.sparse.spmatrix[Any]",
-    "ScipyOperator[Any]",
-]
+# An alias that signatures show by its name. Types in quotes are generic for type checkers alone.
+OperatorLike = TypeAliasType(
+    "OperatorLike",
+    Union[
+        LinearOperator,
+        Tensor,
+        "np.ndarray[Any, Any]",
+        "scipy.sparse.sparray[Any, Any]",
+        "scipy.sparse.spmatrix[Any]",
+        "ScipyOperator[Any]",
+    ],
+)
 
 
 def as_operator(x: OperatorLike) -> LinearOperator:

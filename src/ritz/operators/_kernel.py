@@ -1,4 +1,4 @@
-"""Kernel matrices, multiplied tile by tile and never stored."""
+"""`KernelOperator`: kernel matrices, multiplied tile by tile and never stored."""
 
 import math
 from collections.abc import Iterator
@@ -12,27 +12,28 @@ from ritz.operators._base import LinearOperator
 
 Kernel = Literal["squared_exponential", "matern12", "matern32", "matern52"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
-TILE = 256  # points per side of a tile: 512 KB in float64, which fit the cache of a CPU core
-LARGE_TILE = 4096  # the same on other devices, which a tile must keep busy
+TILE = 256  # points per side of a tile: 512 KB in float64, which fit into the cache of a CPU core
+LARGE_TILE = 4096  # the same on other devices, where a tile must keep all cores busy
 
 
 @final
 class KernelOperator(LinearOperator):
     r"""The covariance :math:`K_{ij} = s^2 k(r_{ij}) + \sigma^2 \delta_{ij}` of points.
 
-    With :math:`r_{ij} = \|(x_i - x_j)/\ell\|`, :math:`k(r)` is :math:`e^{-r^2/2}`
+    Here :math:`r_{ij} = \|(x_i - x_j)/\ell\|`, and :math:`k(r)` is :math:`e^{-r^2/2}`
     (``squared_exponential``), :math:`e^{-r}` (``matern12``),
     :math:`(1 + \sqrt3 r) e^{-\sqrt3 r}` (``matern32``) or
     :math:`(1 + \sqrt5 r + \tfrac53 r^2) e^{-\sqrt5 r}` (``matern52``).
 
-    A product evaluates each pair of points once (half the matrix, by symmetry), from differences of
-    coordinates, which are accurate for close points. Memory: the points, twice the size of input
-    and output, and four tiles of 256 x 256 (4096 x 4096 on a GPU).
+    A product evaluates each pair of points once: by symmetry, half of the matrix is enough.
+    Distances are computed from differences of coordinates, which are accurate for close points.
+    Memory: the points, twice the size of input and output, and four tiles of 256 x 256
+    (4096 x 4096 on a GPU).
 
-    Length scale, output scale and noise may be tensors that require gradients; the points are
-    constants. Autograd cannot differentiate products: use :meth:`slopes`, which returns derivatives
-    of quadratic forms, as the gradients of log determinants and likelihoods do. Autograd can
-    differentiate :meth:`cross` and :meth:`matrix`, which return stored matrices.
+    Length scale, output scale and noise may be tensors that require gradients. The points are
+    constants. Products cannot be differentiated by autograd. Use :meth:`slopes`, which returns
+    derivatives of quadratic forms; the gradients of log determinants and likelihoods are based on
+    it. :meth:`cross` and :meth:`matrix` return stored matrices, which can be differentiated.
 
     Args:
         points: :math:`x`, ``(n, d)``.
@@ -80,12 +81,12 @@ class KernelOperator(LinearOperator):
         self._detail = f"{kernel}, {points.shape[1]} dimensions, noise {self.noise:g}"
 
     def _matmat(self, block: Tensor) -> Tensor:
-        # K = K', so (K x)' = x' K: rows times tiles are up to twice as fast as tiles times columns.
+        # (K x)' = x' K, as K = K'. Rows times tiles are up to twice as fast as tiles times columns.
         rows = block.T.contiguous()
         out = torch.zeros_like(rows)
         for i, j, tile in self._tiles():
             profile = radial(self.kernel, tile)
-            # Not addmm_ in place, which cuBLAS refuses for part of a single row.
+            # Not addmm_ in place, which cuBLAS does not support for a part of a single row.
             out[:, i] += rows[:, j] @ profile.T
             if i is not j:
                 out[:, j] += rows[:, i] @ profile
@@ -94,7 +95,7 @@ class KernelOperator(LinearOperator):
     def slopes(self, block: Tensor) -> dict[str, Tensor]:
         r"""Return :math:`\partial(v_l^\top K v_l)/\partial\theta` for each parameter.
 
-        Takes as much memory as a product, and about the time of one product per length scale.
+        It takes as much memory as a product, and about the time of one product per length scale.
 
         Args:
             block: The columns :math:`v_l`, ``(n, k)``.
@@ -113,7 +114,7 @@ class KernelOperator(LinearOperator):
         if slopes.keys() - {"noise"}:
             for i, j, tile in self._tiles():
                 for name, axis, slope in self._derivatives(i, j, tile):
-                    # v_i' T v_j, and as much again for the mirror image of the tile.
+                    # v_i' T v_j. A tile above the diagonal also counts for its mirror image.
                     form = _dots(rows[:, j] @ slope.T, rows[:, i])
                     slopes[name][:, axis] += form if i is j else 2 * form
         if "lengthscale" in slopes:
@@ -145,7 +146,7 @@ class KernelOperator(LinearOperator):
         return self.cross(self.points) + torch.diag(noise.expand(self.shape[0]))
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Rows, columns and distances of the tiles on and above the diagonal."""
+        """Yield rows, columns and distances of the tiles on and above the diagonal."""
         side = TILE if self.device.type == "cpu" else LARGE_TILE
         parts = [slice(start, start + side) for start in range(0, self.shape[0], side)]
         for number, i in enumerate(parts):
@@ -153,9 +154,9 @@ class KernelOperator(LinearOperator):
                 yield i, j, _distances(self._scaled[i], self._scaled[j])
 
     def _derivatives(self, i: slice, j: slice, tile: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        """Derivatives of a tile with respect to output scale and length scales.
+        """Yield the derivatives of a tile with respect to output scale and length scales.
 
-        Those of the length scales lack the factor ``outputscale / lengthscale``.
+        Those of the length scales must still be multiplied by ``outputscale / lengthscale``.
         """
         if "outputscale" in self.parameters:
             yield "outputscale", 0, radial(self.kernel, tile)
@@ -172,7 +173,7 @@ class KernelOperator(LinearOperator):
 
 
 def radial(kernel: Kernel, r: Tensor) -> Tensor:
-    """The profile :math:`k(r)`."""
+    """Return the profile :math:`k(r)`."""
     if kernel == "squared_exponential":
         return torch.exp(-0.5 * r.square())
     if kernel == "matern12":
@@ -183,7 +184,7 @@ def radial(kernel: Kernel, r: Tensor) -> Tensor:
 
 
 def falloff(kernel: Kernel, r: Tensor) -> Tensor:
-    r"""The slope :math:`-k'(r)/r`, so that :math:`\partial k/\partial \log \ell` is it times r²."""
+    r"""Return :math:`-k'(r)/r`. Times :math:`r^2` it is :math:`\partial k/\partial \log \ell`."""
     if kernel == "squared_exponential":
         return torch.exp(-0.5 * r.square())
     if kernel == "matern12":
@@ -201,7 +202,7 @@ def _distances(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _distances_by_axes(x: Tensor, y: Tensor) -> Tensor:
-    # cdist on a GPU is made for long vectors: it uses many threads per pair of points.
+    # cdist uses many threads per pair of points on a GPU, which is slow for short vectors.
     squares = torch.zeros(len(x), len(y), dtype=x.dtype, device=x.device)
     for of_x, of_y in zip(x.T, y.T, strict=True):
         difference = of_x[:, None] - of_y

@@ -1,4 +1,4 @@
-"""The matrices of a graph: adjacency, Laplacians, random walk, modularity."""
+"""`LaplacianOperator`: adjacency, Laplacian, random-walk and modularity matrices of a graph."""
 
 import sys
 from typing import Any, Literal, Protocol, final, get_args
@@ -40,9 +40,9 @@ class LaplacianOperator(LinearOperator):
     ``modularity``            :math:`W - d d^\top / \sum_i d_i`
     ========================  ====================================================================
 
-    An isolated vertex has a row of zeros in all of them, and so an eigenvalue 0. Weights of
+    In all of them an isolated vertex has a row of zeros, and therefore an eigenvalue 0. Weights of
     repeated edges are summed. A self-loop is one entry :math:`W_{ii}` and counts once in the
-    degree, as in NetworkX; it cancels in :math:`D - W`.
+    degree, as in NetworkX. It cancels in :math:`D - W`.
 
     A product is one pass over :math:`W`, and no scaled copy of :math:`W` is stored. The modularity
     needs a second pass over the block.

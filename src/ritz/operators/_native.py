@@ -1,10 +1,10 @@
 """The inner loops of a sparse block product, compiled by numba for the local processor.
 
-One row of the product needs one cache line of the block for each of its entries, from anywhere in
-memory, so the time is spent waiting for memory. Numba has no vector registers and no prefetch, and
-without prefetching the loop takes 2.7 times as long. With the intrinsics below it is as fast as
-LLVM code written by hand (``benchmarks/loops.py``: 1.06 times its time, quartiles 0.90 and 1.17).
-This module needs numba, so ``_sparse`` imports it when the first large matrix is multiplied.
+Each entry of a row needs a cache line of the block, from anywhere in memory, so most of the time is
+spent waiting for memory. Numba supports neither vector registers nor prefetching, and without
+prefetching the loop takes 2.7 times as long. With the intrinsics below it is as fast as LLVM code
+written by hand (``benchmarks/loops.py``: 1.06 times its time, quartiles 0.90 and 1.17). This module
+needs numba, so ``_sparse`` imports it only when the first large matrix is multiplied.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-# Entries between the prefetch of a line and its use, more than the latency of memory. 96 entries
-# with lines prefetched into the second cache were 1.2 times as fast as 32 into the first.
+# Number of entries between the prefetch of a line and its use, which covers the latency of memory.
+# 96 entries and the second-level cache were 1.2 times as fast as 32 entries and the first.
 AHEAD = np.uint64(96)
 
 Loop = Callable[..., None]
@@ -52,14 +52,14 @@ def _pointer(context: Any, builder: Any, kind: Any, target: Any, array: Any, off
 
 @intrinsic(prefer_literal=True)
 def zeros(_: Any, array: Any, width: Any) -> Any:
-    """A line of zeros of the dtype of ``array``."""
+    """Return a line of zeros of the dtype of ``array``."""
     line = Line(array.dtype, width.literal_value)
     return line(array, width), lambda context, *_: ir.Constant(context.get_value_type(line), None)
 
 
 @intrinsic(prefer_literal=True)
 def load(_: Any, array: Any, offset: Any, width: Any) -> Any:
-    """The line of ``array`` that begins at ``offset``."""
+    """Return the line of ``array`` that begins at ``offset``."""
     line = Line(array.dtype, width.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -90,8 +90,8 @@ def prefetch(_: Any, array: Any, offset: Any) -> Any:
         i32, pointer = ir.IntType(32), _pointer(context, builder, array, ir.IntType(8), *arguments)
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        # A read (0) of data (1) into the second-level cache (2), which has more requests under
-        # way at a time than the first.
+        # A read (0) of data (1) into the second-level cache (2), which supports more simultaneous
+        # requests than the first.
         builder.call(function, [pointer, i32(0), i32(2), i32(1)])
         return context.get_dummy_value()
 
@@ -100,7 +100,7 @@ def prefetch(_: Any, array: Any, offset: Any) -> Any:
 
 @intrinsic
 def add_multiple(_: Any, total: Any, factor: Any, line: Any) -> Any:
-    """``total + factor * line``, rounded once where the processor can."""
+    """Return ``total + factor * line``, rounded once if the processor supports it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         vector = arguments[0].type
@@ -109,8 +109,8 @@ def add_multiple(_: Any, total: Any, factor: Any, line: Any) -> Any:
         first = builder.insert_element(undefined, arguments[1], i32(0))
         places = ir.Constant(ir.VectorType(i32, vector.count), None)
         factors = builder.shuffle_vector(first, undefined, places)
-        # "contract" allows a fused multiply-add. The rest of fastmath would allow other orders of
-        # summation, and a column would then depend on the columns beside it.
+        # "contract" allows a fused multiply-add. Full fastmath would allow other orders of
+        # summation, and the result of a column would depend on the other columns.
         product = builder.fmul(factors, arguments[2], flags=("contract",))
         return builder.fadd(arguments[0], product, flags=("contract",))
 

@@ -1,4 +1,4 @@
-"""Symmetric sparse matrices: compressed rows, and their product with a block of vectors."""
+"""`SparseOperator`, and `CompressedRows`, whose product with a block runs at memory speed."""
 
 import os
 import warnings
@@ -14,6 +14,7 @@ import numpy as np
 import scipy.sparse
 import torch
 from torch import Tensor
+from typing_extensions import TypeAliasType
 
 from ritz._core.checks import check_finite, check_range, check_real_floating
 from ritz.operators._base import LinearOperator, check_symmetric
@@ -29,14 +30,14 @@ class Tuning:
     """Sizes that decide how a sparse product is computed, measured with ``benchmarks/graphs.py``.
 
     Attributes:
-        min_entries: Entries from which a product is compiled. The product of a smaller matrix
-            takes torch less than 0.1 ms.
+        min_entries: Number of entries from which the compiled loop is used. For a smaller matrix
+            torch takes less than 0.1 ms.
         plain_columns: Columns per call of torch's product on the CPU. In float64 a column takes
             4.7 ms alone, 1.65 ms in blocks of 4, 1.75 ms of 8 and 4.4 ms of 32.
-        numbers_per_piece: Multiplications that are worth another thread: about 0.1 ms.
-        pieces_per_thread: More than one, so that other threads take over the work of a thread
-            that the operating system holds up.
-        chunk: Entries that :meth:`CompressedRows.sums` and ``diagonal`` copy at a time.
+        numbers_per_piece: Number of multiplications per piece of work: about 0.1 ms.
+        pieces_per_thread: Number of pieces per thread. With more than one, other threads take over
+            the work of a thread that the operating system has suspended.
+        chunk: Number of entries that :meth:`CompressedRows.sums` and ``diagonal`` copy at once.
     """
 
     min_entries: int = 2**15
@@ -48,7 +49,7 @@ class Tuning:
 
 TUNING = Tuning()
 
-# Vectors ``(n,)`` that a product applies on the way: s to the block, and a and b to the rows.
+# Vectors ``(n,)`` that are applied during a product: s to the block, and a and b to the rows.
 Scaling: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -59,11 +60,11 @@ class CompressedRows:
     Row ``i`` has the entries ``pointers[i]:pointers[i + 1]``. Repeated entries add up, and columns
     may be in any order. The tensors are shared, not copied, and must not be changed.
 
-    On the CPU a loop compiled by numba multiplies strips of the block that are one cache line wide
-    (see ``_native``), with as many threads as torch has. Without numba, on other devices and for
-    small matrices torch multiplies. The two agree to roundoff. A compiled product is reproducible
-    bit for bit for any number of threads, and each of its columns equals the product with that
-    column alone.
+    On the CPU a loop compiled by numba (see ``_native``) multiplies strips of the block that are
+    one cache line wide, with as many threads as torch uses. Torch computes the product without
+    numba, on other devices and for small matrices. The two agree to roundoff. The compiled product
+    is reproducible bit for bit for any number of threads, and each of its columns equals the
+    product with that column alone.
 
     Args:
         pointers: ``(n + 1,)``, int32 or int64.
@@ -71,8 +72,8 @@ class CompressedRows:
         values: ``(num_entries,)``. ``None`` means that all values are one.
         dtype: Data type of the matrix. Defaults to that of the values, or float64 without values.
 
-    Memory: the tensors, and one strip of ``n`` cache lines after the first packed product. Without
-    values, torch's product creates them.
+    Memory: the tensors, and one strip of ``n`` cache lines after the first product that copies a
+    strip of the block. Without values, torch's product allocates a vector of ones.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class CompressedRows:
         self.values = None if values is None else values.detach().to(dtype).contiguous()
         self.dtype, self.device = dtype, columns.device
         self.num_rows, self.num_entries = len(pointers) - 1, len(columns)
-        self._spare: deque[Tensor] = deque(maxlen=1)  # a strip that no product uses at present
+        self._spare: deque[Tensor] = deque(maxlen=1)  # a strip that no product is using
         self._cuts: dict[int, list[tuple[int, int]]] = {}
         self._check()
 
@@ -100,12 +101,12 @@ class CompressedRows:
         return LINE // self.dtype.itemsize if self.device.type == "cpu" else 32
 
     def multiply(self, block: Tensor, scaling: Scaling = (None, None, None)) -> Tensor:
-        r"""Return :math:`a \circ W u + b \circ u`, ``(n, k)``, :math:`u = s \circ x`, in one pass.
+        r"""Return :math:`a \circ W u + b \circ u`, ``(n, k)``, with :math:`u = s \circ x`.
 
         Args:
             block: :math:`x`, ``(n, k)``.
-            scaling: :math:`s, a, b`, each ``(n,)``. ``None`` stands for ones, ones and zeros. With
-                :math:`a`, :math:`b` must be passed too.
+            scaling: :math:`s, a, b`, each ``(n,)``. ``None`` means ones, ones and zeros. If
+                :math:`a` is passed, :math:`b` must be passed too.
         """
         compiled = (
             self.device.type == "cpu"
@@ -148,7 +149,7 @@ class CompressedRows:
         if values is None:
             values = torch.ones(self.num_entries, dtype=self.dtype, device=self.device)
         with warnings.catch_warnings():
-            # Of no use to a user of ritz, and the invariants are checked in __init__.
+            # Users of ritz do not need these warnings. The invariants are checked in __init__.
             warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
             warnings.filterwarnings("ignore", message=".*Sparse invariant checks are implicitly.*")
             return torch.sparse_csr_tensor(
@@ -165,7 +166,7 @@ class CompressedRows:
         out = _lines(block.numel() * self.dtype.itemsize).view(self.dtype)
         matrix = [_array(x) for x in (self.pointers, self.columns, self.values, *rest)]
         loops = native_loops()
-        # One pass over the matrix per strip: all columns of a strip share its entries.
+        # One pass over the matrix per strip. All columns of a strip share the entries.
         for first in range(0, k, self.width):
             x, strip = block[:, first : first + self.width], None
             width = x.shape[1]
@@ -183,13 +184,13 @@ class CompressedRows:
     def _borrow(self) -> Tensor:
         try:
             return self._spare.pop()
-        except IndexError:  # the first product, or another thread multiplies too
+        except IndexError:  # the first product, or another thread is multiplying too
             return _lines(self.num_rows * LINE)
 
     def _spread(self, loop: Callable[..., None], width: int, *arguments: Any) -> None:
-        # All rows through a loop, on as many threads as torch has. numba's parallel=True takes
-        # 1.3 to 1.5 times as long (benchmarks/loops.py), ends the process if it was forked, and
-        # without OpenMP also if two threads multiply.
+        # Run a loop over all rows, on as many threads as torch uses. numba's parallel=True takes
+        # 1.3 to 1.5 times as long (benchmarks/loops.py). It also crashes a forked process and,
+        # without OpenMP, a process in which two threads multiply.
         threads = torch.get_num_threads()
         num_pieces = min(
             threads * TUNING.pieces_per_thread,
@@ -212,7 +213,7 @@ class CompressedRows:
         others = [_pool(os.getpid(), threads).submit(work) for _ in range(helpers)]
         work()
         for other in others:
-            if not other.cancel():  # one that has not begun by now has nothing left to do
+            if not other.cancel():  # a helper that has not begun has nothing left to do
                 other.result()
 
     def _chunks(self) -> Iterator[tuple[slice, slice]]:
@@ -256,7 +257,7 @@ class CompressedRows:
                 f"pointers must not decrease, from 0 to {self.num_entries} entries, "
                 f"got {first} to {last}"
             )
-        # The compiled loop reads x at these columns, unchecked.
+        # The compiled loop does not check bounds.
         for end in self.columns.aminmax() if self.num_entries else ():
             check_range("columns", int(end), low=0, high=self.num_rows - 1)
         if self.values is not None and self.values.shape != self.columns.shape:
@@ -266,7 +267,7 @@ class CompressedRows:
 
 @cache
 def native_loops() -> Any:
-    """Return the module of compiled loops, or ``None`` without numba or a place for its cache."""
+    """Return the module of compiled loops, or ``None`` without numba or a writable cache."""
     try:
         from ritz.operators import _native
     except (ImportError, RuntimeError):
@@ -275,8 +276,8 @@ def native_loops() -> Any:
 
 
 def _lines(num_bytes: int) -> Tensor:
-    # Bytes that begin at a cache line. NumPy requests huge pages for large arrays, so that page
-    # faults and address translation cost little.
+    # Memory that begins at a cache line. Allocated by NumPy, which requests huge pages for large
+    # arrays, so that page faults and address translation cost little.
     raw = np.empty(num_bytes + LINE, dtype=np.uint8)
     start = -raw.ctypes.data % LINE
     return torch.from_numpy(raw[start : start + num_bytes])
@@ -296,17 +297,17 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 # Symmetric sparse matrices.
 
 
-# Types in quotes are generic for type checkers alone.
-SparseLike: TypeAlias = Union[
-    Tensor, "scipy.sparse.sparray[Any, Any]", "scipy.sparse.spmatrix[Any]"
-]
+# An alias that signatures show by its name. Types in quotes are generic for type checkers alone.
+SparseLike = TypeAliasType(
+    "SparseLike", Union[Tensor, "scipy.sparse.sparray[Any, Any]", "scipy.sparse.spmatrix[Any]"]
+)
 
 
 @final
 class SparseOperator(LinearOperator):
-    """A symmetric sparse matrix with both triangles stored. Symmetry is checked with two products.
+    """A symmetric sparse matrix with both triangles stored.
 
-    A matrix with only one triangle stored raises.
+    Symmetry is checked with two products, so a matrix with a single triangle raises.
 
     Args:
         matrix: SciPy sparse matrix or array of any format, torch sparse tensor (CSR, COO), or

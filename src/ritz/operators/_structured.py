@@ -1,4 +1,4 @@
-"""Operators with a structure: dense, diagonal, low-rank, block-diagonal and Kronecker."""
+"""Dense, diagonal, low-rank, block-diagonal and Kronecker operators; shifts, parts and sums."""
 
 from collections.abc import Sequence
 from typing import final
@@ -6,8 +6,15 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_finite, check_tensor
-from ritz.operators._base import LinearOperator, check_alike, check_symmetric
+from ritz._core.checks import check_finite, check_range, check_tensor, is_below
+from ritz._core.distributed import Group, all_sum, world_size
+from ritz.operators._base import (
+    LinearOperator,
+    WrappingOperator,
+    check_alike,
+    check_number,
+    check_symmetric,
+)
 
 # ------------------------------------------------------------------------------------------
 # Dense matrices.
@@ -15,7 +22,7 @@ from ritz.operators._base import LinearOperator, check_alike, check_symmetric
 
 @final
 class DenseOperator(LinearOperator):
-    """A symmetric matrix stored as a tensor. Two products check its symmetry.
+    """A symmetric matrix stored as a tensor. Its symmetry is checked with two products.
 
     Args:
         matrix: ``(n, n)``, not copied.
@@ -141,3 +148,97 @@ class KroneckerOperator(LinearOperator):
         inner = block.reshape(p, q, k).transpose(0, 1).reshape(q, p * k)
         inner = self.right.matmat(inner).reshape(q, p, k).transpose(0, 1).reshape(p, q * k)
         return self.left.matmat(inner).reshape(p * q, k)
+
+
+# ------------------------------------------------------------------------------------------
+# Operators made of another operator: shifts, projections, parts, sums over processes.
+
+
+@final
+class ShiftedOperator(WrappingOperator):
+    r"""The shift :math:`A + \mu I`."""
+
+    def __init__(self, op: LinearOperator, shift: float) -> None:
+        check_number("shift", shift)
+        super().__init__(op, f"{type(op).__name__} {shift:+g} I")
+        self.shift = float(shift)
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        return torch.add(self.op.matmat(block), block, alpha=self.shift)
+
+
+@final
+class DeflatedOperator(WrappingOperator):
+    r"""The matrix :math:`(I - Q Q^\top) A (I - Q Q^\top)`: :math:`A` with a subspace removed.
+
+    Args:
+        op: :math:`A`.
+        vectors: :math:`Q` of shape ``(n, r)`` with orthonormal columns, such as Ritz vectors.
+    """
+
+    def __init__(self, op: LinearOperator, vectors: Tensor) -> None:
+        check_tensor("vectors", vectors, dtype=op.dtype, device=op.device, rows=op.shape[0])
+        self.vectors = vectors.detach().reshape(op.shape[0], -1)
+        super().__init__(op, f"{type(op).__name__} without {self.vectors.shape[1]} directions")
+        gram = self.vectors.double().T @ self.vectors.double()
+        error = float((gram - torch.eye(len(gram)).to(gram)).abs().max())
+        # Q'Q = I to half of the digits of the dtype.
+        if not is_below(error, torch.finfo(op.dtype).eps ** 0.5):
+            raise ValueError(f"vectors must have orthonormal columns, got |Q'Q - I| = {error:.2g}")
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        return self._project(self.op.matmat(self._project(block)))
+
+    def _project(self, block: Tensor) -> Tensor:
+        # (I - Q Q') B, associated so that Q Q', (n, n), is not formed.
+        return block - self.vectors @ (self.vectors.T @ block)
+
+
+@final
+class RestrictedOperator(WrappingOperator):
+    r"""The principal submatrix :math:`A_{SS}` on a subset of coordinates.
+
+    Args:
+        op: :math:`A`.
+        indices: The subset :math:`S`, distinct integers in ``[0, n)``, ``(s,)``.
+    """
+
+    def __init__(self, op: LinearOperator, indices: Tensor) -> None:
+        self.indices = indices = torch.as_tensor(indices, device=op.device)
+        if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
+            raise TypeError(
+                f"indices must be a vector of integers, got {indices.dtype} {tuple(indices.shape)}"
+            )
+        for end in indices.aminmax() if len(indices) else ():
+            check_range("indices", int(end), low=0, high=op.shape[0] - 1)
+        if len(indices.unique()) != len(indices):
+            raise ValueError("indices must be distinct, got repeated ones")
+        super().__init__(op, f"{len(indices):,} coordinates of {type(op).__name__}", n=len(indices))
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        # A_SS = P A P', where P' embeds the coordinates S among zeros.
+        embedded = block.new_zeros(self.op.shape[0], block.shape[1])
+        embedded[self.indices] = block
+        return self.op.matmat(embedded)[self.indices]
+
+
+@final
+class ShardedOperator(WrappingOperator):
+    r"""The sum :math:`\sum_r A_r` over processes, where process :math:`r` has :math:`A_r`.
+
+    All processes pass the same block and get the same product, by one all-reduce. The parts are
+    summed and not averaged, so they may be of different sizes.
+
+    Args:
+        op: :math:`A_r` of this process.
+        group: The processes. Defaults to all of them.
+    """
+
+    def __init__(self, op: LinearOperator, *, group: Group | None = None) -> None:
+        super().__init__(op, f"sum over {world_size(group)} processes of {type(op).__name__}")
+        self.group = group
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        # A copy, since the sum is in place and the local operator may still use its result.
+        product = self.op.matmat(block).clone(memory_format=torch.contiguous_format)
+        return all_sum(product, self.group)

@@ -7,7 +7,7 @@ from ritz.optim._adaptive import (
     Padam,
     PadamW,
 )
-from ritz.optim._averaging import AutoAverage, IterateAverage
+from ritz.optim._averaging import AutoAverage, IterateAverage, swa
 from ritz.optim._covariance_noise import CovarianceNoise, NoisySGD
 from ritz.optim._curvature import CurvatureOptimizer
 from ritz.optim._damping import Damping, delta_to_shrinkage, shrinkage_to_delta
@@ -21,7 +21,7 @@ from ritz.optim._hessian_free import HessianFree
 from ritz.optim._kfac import KFAC, KFACPreconditioner
 from ritz.optim._lookahead import Lookahead
 from ritz.optim._newton import LanczosNewton
-from ritz.optim._presets import from_preset, preset, preset_names, swa
+from ritz.optim._presets import from_preset, preset, preset_names
 from ritz.optim._reading import StepReader, StepReading, read_step
 from ritz.optim._schedules import (
     GroupSchedule,

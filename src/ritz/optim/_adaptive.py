@@ -1,4 +1,4 @@
-"""Adaptive optimisers: Padam, PadamW, DampedAdamW, and with an average Gadam and GadamX."""
+"""Adaptive optimisers: `Padam`, `PadamW`, `DampedAdamW`, and the averaged `Gadam` and `GadamX`."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from torch.optim.optimizer import (
 )
 
 from ritz._core.checks import check_choice, check_range
+from ritz.optim._adaptive_update import Buffers, CompiledStep, Form, Number, Rule, update
 from ritz.optim._averaging import IterateAverage
-from ritz.optim._companions import check_shape, listed
-from ritz.optim._update import Buffers, CompiledStep, Form, Number, Rule, update
+from ritz.optim._state import check_shape, listed
 
 # ------------------------------------------------------------------------------------------
-# What the adaptive optimisers share: checks, state, and the step.
+# The base class of the adaptive optimisers: checks, state, and the step.
 
 STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
 
 class Flags(TypedDict, total=False):
-    """Keywords that every adaptive optimiser takes; see :class:`AdaptiveOptimizer`."""
+    """Keyword arguments of every adaptive optimiser; see :class:`AdaptiveOptimizer`."""
 
     form: Form | None
     decoupled_weight_decay: bool
@@ -51,26 +51,26 @@ DEFAULTS |= {"decoupled_weight_decay": True}
 class AdaptiveOptimizer(Optimizer):
     r"""Base class of the adaptive optimisers.
 
-    Each parameter has in ``state`` its ``step``, ``exp_avg``, ``exp_avg_sq`` and, with AMSGrad,
+    The state of each parameter has ``step``, ``exp_avg``, ``exp_avg_sq`` and, with AMSGrad,
     ``max_exp_avg_sq``: two or three vectors. Every setting may differ between parameter groups and
     may change between steps.
 
-    All of them take these keywords:
+    All adaptive optimisers take these keyword arguments:
 
     * ``form``: Position of epsilon in the denominator; see :class:`~ritz.optim.Padam`.
-    * ``decoupled_weight_decay``: False adds the weight decay to the gradient, as an L2 term.
+    * ``decoupled_weight_decay``: If False, weight decay is added to the gradient as an L2 term.
     * ``amsgrad``: Divide by the largest second moment so far. Defaults to True for
       ``form="published"`` only.
     * ``maximize``: Maximize the objective.
     * ``foreach``: Use the multi-tensor implementation, as in ``torch.optim``. Defaults to True on
       CUDA, unless the fused kernel is used.
-    * ``fused``: Use torch's fused kernel, for ``form="outside"``. Defaults to True where the device
+    * ``fused``: Use torch's fused kernel, for ``form="outside"``. Defaults to True if the device
       has one.
     * ``compile``: Compile the step of a group to one graph with ``torch.compile``. The first step
       takes seconds to a minute. Learning rates, decoupled decays and step counts may change
-      freely. A change of another setting, or of the set of parameters with gradients, compiles
-      again; after too many changes the optimiser warns and stops compiling. Not used where the
-      step is that of ``torch.optim.AdamW``.
+      freely. A change of another setting, or of the set of parameters with gradients, causes
+      another compilation. After too many changes the optimiser warns and stops compiling. It has no
+      effect if the step is that of ``torch.optim.AdamW``.
     * ``capturable``: Keep the step count on the device, for CUDA graphs.
     * ``differentiable``: Let gradients flow through the step.
     """
@@ -78,7 +78,7 @@ class AdaptiveOptimizer(Optimizer):
     _eps_key: ClassVar[str] = "eps"
 
     def __init__(self, params: ParamsT, flags: Flags, *common: Any, **settings: Any) -> None:
-        # DampedAdamW calls its epsilon delta, which has one place.
+        # DampedAdamW has a single form: its epsilon, called delta, stands outside of the root.
         known = Flags.__annotations__.keys() - ({"form"} if self._eps_key == "delta" else set())
         unknown = sorted(flags.keys() - known)
         if unknown:
@@ -97,7 +97,7 @@ class AdaptiveOptimizer(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_graphs", defaultdict(CompiledStep))
         for group in self.param_groups:
-            # Settings that an older pickle does not have.
+            # Add the settings that an older pickle does not have.
             group |= DEFAULTS | self.defaults | group
             for param in group["params"]:
                 state = self.state.get(param, {})
@@ -105,8 +105,8 @@ class AdaptiveOptimizer(Optimizer):
                     state["step"] = torch.tensor(float(state["step"]), dtype=_get_scalar_dtype())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; raise if the shapes of its parameters differ."""
-        # The fused kernel would write beyond a tensor that is too small.
+        """Load a state. Raise if the shapes of its parameters differ."""
+        # The fused kernel would write beyond the end of a tensor that is too small.
         here, there = listed(self.param_groups), listed(state_dict["param_groups"])
         for index, ((name, param), (_, place)) in enumerate(zip(here, there, strict=False)):
             for key, value in state_dict["state"].get(place, {}).items():
@@ -122,7 +122,8 @@ class AdaptiveOptimizer(Optimizer):
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of ``closure`` if there is one."""
-        # Raises if a step is captured that cannot be. Older releases name it after CUDA.
+        # Raises if the step runs in a graph capture without capturable=True. The name of this check
+        # is another one in older releases of torch.
         check = getattr(self, "_accelerator_graph_capture_health_check", None)
         (check or self._cuda_graph_capture_health_check)()
         with torch.enable_grad():
@@ -177,7 +178,7 @@ class AdaptiveOptimizer(Optimizer):
             return bool(group["fused"])
         if group["foreach"] is not None:
             return False
-        # As torch decides for its own AdamW: by device, dtype and type of the parameters.
+        # As in torch.optim.AdamW: by device, dtype and type of the parameters.
         return _default_to_fused_or_foreach(group["params"], group["differentiable"], True)[0]
 
     def _param_state(self, param: Tensor, rule: Rule, fused: bool) -> dict[str, Any]:
@@ -191,13 +192,13 @@ class AdaptiveOptimizer(Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(param)
         if rule.amsgrad and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = torch.zeros_like(param)
-        # Kernels that never wait for the host read the step count beside the parameter.
+        # These kernels read the step count on the device of the parameter.
         if fused or rule.capturable:
             state["step"] = state["step"].to(param.device, _get_scalar_dtype(is_fused=fused))
         return state
 
     def _check(self, settings: dict[str, Any]) -> None:
-        """Raise unless the settings of a group are possible, each and together."""
+        """Raise unless the settings of a group are valid, each by itself and together."""
         _check_lr(settings)
         if not isinstance(betas := settings["betas"], tuple | list) or len(betas) != 2:
             raise ValueError(f"betas must be two numbers, got {betas}")
@@ -212,7 +213,7 @@ class AdaptiveOptimizer(Optimizer):
 
 
 def _form(group: dict[str, Any]) -> Form:
-    """Return where epsilon stands: by default outside the root for power 1/2, as in torch."""
+    """Return the position of epsilon: for power 1/2 outside the root by default, as in torch."""
     default: Form = "outside" if group["partial"] == 0.5 else "inside"
     return group["form"] or default
 
@@ -241,7 +242,7 @@ def _check_flags(settings: dict[str, Any]) -> None:
             "fused=True needs partial=0.5 with epsilon outside the root, got "
             f"partial={partial} and form={form!r}"
         )
-    # The words of torch's own optimisers, which its conformance tests expect.
+    # The messages of the optimisers of torch, which the conformance tests of torch expect.
     if settings["fused"] and settings["differentiable"]:
         raise RuntimeError("`fused` does not support `differentiable`")
     if settings["fused"] and settings["foreach"]:
@@ -264,9 +265,10 @@ class Padam(AdaptiveOptimizer):
         g \leftarrow \nabla L(w) + \lambda w, \qquad
         w \leftarrow w - \alpha\, \hat m / (\hat v + \epsilon)^p
 
-    Power 0 is SGD with momentum, 1/2 is Adam. At 1/2 the denominator defaults to
+    Power 0 is SGD with momentum, and power 1/2 is Adam. At 1/2 the denominator defaults to
     :math:`\sqrt{\hat v} + \epsilon`, as in ``torch.optim.Adam``, and the step uses torch's fused
-    kernel. With ``form="inside"``, :math:`\epsilon` acts like :math:`\sqrt\epsilon` outside it.
+    kernel. With ``form="inside"``, :math:`\epsilon` has the effect of :math:`\sqrt\epsilon` outside
+    of the root.
 
     Args:
         params: Parameters or groups of them.
@@ -276,11 +278,12 @@ class Padam(AdaptiveOptimizer):
         weight_decay: Coefficient :math:`\lambda`.
         partial: Power :math:`p`, from 0 to 1/2. Powers 1/2, 1/4, 1/8 and 1/16 are the fastest.
         **flags: ``form`` is the position of :math:`\epsilon`: ``"inside"`` the power,
-            ``"outside"`` the root (:math:`p = 1/2`), or ``"published"``, the formula of the
-            authors' code, :math:`(\sqrt{v_{\max}} + \epsilon)^{2p}` with AMSGrad, whose bias
-            correction acts like a warm-up. It defaults to ``"outside"`` at 1/2, otherwise to
-            ``"inside"``. ``amsgrad``, ``maximize``, ``foreach``, ``fused``, ``capturable`` and
-            ``differentiable`` are as in ``torch.optim.AdamW``. ``compile=True`` compiles the step.
+            ``"outside"`` the root (for :math:`p = 1/2` only), or ``"published"``. The last one is
+            the formula of the authors' code, :math:`(\sqrt{v_{\max}} + \epsilon)^{2p}` with
+            AMSGrad, whose bias correction acts like a warm-up. ``form`` defaults to ``"outside"``
+            at :math:`p = 1/2`, otherwise to ``"inside"``. ``amsgrad``, ``maximize``, ``foreach``,
+            ``fused``, ``capturable`` and ``differentiable`` are as in ``torch.optim.AdamW``.
+            ``compile=True`` compiles the step.
 
     Reference: Chen and Gu (2018), Closing the generalization gap of adaptive gradient methods.
     """
@@ -307,7 +310,7 @@ class PadamW(AdaptiveOptimizer):
     .. math::
         w \leftarrow (1 - \alpha\lambda)\, w - \alpha\, \hat m / (\hat v + \epsilon)^p
 
-    At power 1/2 this is ``torch.optim.AdamW``, on its fused kernel, unless ``form="inside"``.
+    At power 1/2 this is ``torch.optim.AdamW`` with its fused kernel, unless ``form="inside"``.
 
     Args:
         params: Parameters or groups of them.
@@ -357,7 +360,7 @@ class AveragedOptimizer(AdaptiveOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "average" not in self.__dict__:
-            # Copying and pickling lose hooks: attach anew, and continue from the state.
+            # Copies and pickles have no hooks. Attach a new average and load it from the state.
             self._attach(*state["_plan"])
             self.load_state_dict(self.state_dict())
 
@@ -373,11 +376,11 @@ class Gadam(AveragedOptimizer):
         w_t = (1 - \alpha\lambda)\, w_{t-1} - \alpha\, \hat m / (\sqrt{\hat v} + \epsilon), \qquad
         \bar w \leftarrow \frac{n \bar w + w_t}{n + 1} \text{ for } t \ge T
 
-    The step is that of ``torch.optim.AdamW``, with its fused kernel. ``optimizer.average`` is the
-    :class:`~ritz.optim.IterateAverage`.
-    To average once per epoch of ``m`` steps, from the weights after ``e`` epochs on, use
-    ``start=e * m + 1, interval=m``: with ``m = 100`` and ``e = 5`` it averages the weights after
-    steps 500, 600, 700 and so on. Memory: three times that of the parameters::
+    The step is that of ``torch.optim.AdamW``, with its fused kernel. ``optimizer.average`` is an
+    :class:`~ritz.optim.IterateAverage`. To average once per epoch of ``m`` steps, beginning with
+    the weights after ``e`` epochs, use ``start=e * m + 1, interval=m``. For example, ``m = 100``
+    and ``e = 5`` average the weights after steps 500, 600, 700 and so on. Memory: three times that
+    of the parameters::
 
         optimizer = Gadam(model.parameters(), start=501, interval=100)
         for inputs, targets in batches:
@@ -394,9 +397,9 @@ class Gadam(AveragedOptimizer):
         eps: Term :math:`\epsilon` in the denominator.
         weight_decay: Decay :math:`\lambda`.
         start: First step :math:`T` of the average, counted from one; 0 also means the first. With
-            None averaging starts when you call ``optimizer.average.restart()``.
+            None, averaging starts when you call ``optimizer.average.restart()``.
         interval: Number of steps between two averaged weights.
-        partial: Power :math:`p` of the second moment, from 0 to 1/2; below 1/2 :math:`\epsilon`
+        partial: Power :math:`p` of the second moment, from 0 to 1/2. Below 1/2, :math:`\epsilon`
             is inside the power.
         **flags: See :class:`Padam`. ``decoupled_weight_decay=False`` adds the decay to the
             gradient, as an L2 term.
@@ -429,9 +432,9 @@ class GadamX(AveragedOptimizer):
         w_t = (1 - \alpha\lambda)\, w_{t-1} - \alpha\, \hat m / (\hat v + \epsilon)^p, \qquad
         \bar w \leftarrow \frac{n \bar w + w_t}{n + 1} \text{ for } t \ge T
 
-    Use learning rates as for SGD, such as 0.1, not as for Adam. With ``compile=True`` a step costs
-    about as much as torch's fused AdamW, without it as much as the unfused one. See :class:`Gadam`
-    for an example.
+    Use learning rates as for SGD, such as 0.1, and not as for Adam. A step costs about as much as
+    one of torch's fused AdamW with ``compile=True``, and as one of the unfused AdamW without. See
+    :class:`Gadam` for an example.
 
     Args:
         params: Parameters or groups of them.
@@ -470,15 +473,15 @@ class GadamX(AveragedOptimizer):
 
 @final
 class DampedAdamW(AdaptiveOptimizer):
-    r"""AdamW with a damping that can be tuned and scheduled like the learning rate.
+    r"""AdamW with a damping (epsilon) that can be tuned and scheduled like the learning rate.
 
     .. math::
         w \leftarrow (1 - \alpha\lambda)\, w - \alpha\, \hat m / (\sqrt{\hat v} + \delta)
 
-    The step is that of ``torch.optim.AdamW`` with ``eps`` equal to :math:`\delta`, on its fused
-    kernel. ``group["delta"]`` may differ between groups and change between steps. Small damping
-    makes steps in flat directions larger than in sharp ones; large damping approaches SGD with
-    learning rate :math:`\alpha/\delta`.
+    The step is that of ``torch.optim.AdamW`` with ``eps`` equal to :math:`\delta`, with its fused
+    kernel. ``group["delta"]`` may differ between groups and change between steps. With a small
+    damping, steps in flat directions are larger than in sharp ones. With a large damping the
+    optimiser approaches SGD with learning rate :math:`\alpha/\delta`.
 
     Args:
         params: Parameters or groups of them.

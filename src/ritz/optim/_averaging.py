@@ -1,4 +1,4 @@
-"""Averages of the iterates of any optimiser: tail, exponential, Polyak, started by patience."""
+"""`IterateAverage` of any optimiser, `AutoAverage` (when to begin, by patience) and `swa`."""
 
 import copy
 import math
@@ -8,16 +8,18 @@ from typing import Any, Literal, Unpack, final, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import ParamsT
 
+from ritz._core.batch_norm import StatisticsOptions, with_statistics
 from ritz._core.checks import check_choice, check_count, check_range, check_type
-from ritz._core.modes import StatisticsOptions, reshard, unwrapped, with_statistics
+from ritz._core.distributed import reshard, unwrapped
 from ritz._core.params import check_optimizer
 from ritz._core.training_config import PatienceRule
-from ritz.optim._companions import NEVER, Companions, local, owners
+from ritz.optim._state import NEVER, StateTensors, local, owners
 
 # ------------------------------------------------------------------------------------------
-# Averages of the iterates of any optimiser: tail, exponential and Polyak.
+# Tail, exponential and Polyak averages.
 
 Pairs = list[tuple[Tensor, Tensor]]
 AverageKind = Literal["tail", "ema", "polyak"]
@@ -27,7 +29,7 @@ AverageKind = Literal["tail", "ema", "polyak"]
 class IterateAverage:
     r"""The average of the iterates of an optimiser, stored in its state.
 
-    With :math:`w_t` the weights after step :math:`t` and :math:`T` the step ``start``,
+    Let :math:`w_t` be the weights after step :math:`t`, and :math:`T` the step ``start``:
 
     .. math::
         \text{tail:}\quad & \bar w \leftarrow \frac{n \bar w + w_t}{n + 1},\; n \leftarrow n + 1,
@@ -36,28 +38,29 @@ class IterateAverage:
             \quad \bar w = w_{T-1} \text{ before}, \\
         \text{polyak:}\quad & \bar w = \frac1n \sum_{i=1}^n w_{ik},
 
-    after the steps :math:`t = T - 1 + k, T - 1 + 2k, \dots` with :math:`k` the ``interval``. With
-    ``start`` 0 or 1 the tail average is that of :math:`w_0, w_k, w_{2k}, \dots`; the Polyak average
-    leaves the initial weights out. To average once per epoch of ``m`` steps, from the weights after
-    ``e`` epochs on, use ``start=e * m + 1, interval=m``: with ``m = 100`` and ``e = 5`` it averages
-    the weights after steps 500, 600, 700 and so on. SWA is the tail average with SGD.
+    The average is updated after the steps :math:`t = T - 1 + k, T - 1 + 2k, \dots`, where :math:`k`
+    is the ``interval``. With ``start`` 0 or 1, the tail average is that of :math:`w_0, w_k, w_{2k},
+    \dots`. The Polyak average leaves out the initial weights. To average once per epoch of ``m``
+    steps, beginning with the weights after ``e`` epochs, use ``start=e * m + 1, interval=m``. For
+    example, ``m = 100`` and ``e = 5`` average the weights after steps 500, 600, 700 and so on. SWA
+    is the tail average with SGD.
 
-    You need not call anything: ``optimizer.step()`` updates the average, also with closures,
-    compiled steps and gradient scalers. Steps that ``GradScaler`` skips are not counted. Steps
-    replayed from a CUDA graph run no hooks and are not averaged.
+    ``optimizer.step()`` updates the average, also with closures, compiled steps and gradient
+    scalers. Steps that ``GradScaler`` skips are not counted. Steps that are replayed from a CUDA
+    graph run no hooks and are not averaged.
 
-    Saving: the average is part of ``optimizer.state_dict()`` and is loaded with it, also by
-    ``torch.distributed.checkpoint``, bit for bit. For a parameter ``p`` the state has
+    **Saving.** The average is part of ``optimizer.state_dict()`` and is loaded with it bit for bit,
+    also by ``torch.distributed.checkpoint``. For a parameter ``p`` it is
     ``optimizer.state[p]["average"]`` (float32 for half-precision weights; a DTensor if ``p`` is
-    one) and scalar tensors ``"average_count"`` (iterates in the average, 0 until it begins),
-    ``"average_step"`` (steps taken) and ``"average_start"``. After loading, an average that has
-    begun continues with the start in the checkpoint. If the checkpoint has no average, steps are
-    counted from 0 again.
+    one). There are also the scalar tensors ``"average_count"`` (number of iterates in the average,
+    0 until it begins), ``"average_step"`` (steps taken) and ``"average_start"``. After loading, an
+    average that has begun continues with the start in the checkpoint. If the checkpoint has no
+    average, steps are counted from 0 again.
 
-    Cost: one pass over weights and average on the steps that are averaged, nothing on others.
-    Memory: a copy of the parameters, and a second one inside :meth:`applied`. With a fused
-    optimiser and a gradient scaler, a step that is averaged waits for the device, to learn whether
-    it was skipped.
+    **Cost.** One pass over weights and average in the steps that are averaged, and nothing in
+    others. Memory: a copy of the parameters, and a second one inside :meth:`applied`. With a fused
+    optimiser and a gradient scaler, a step that is averaged waits for the device, because it must
+    know whether the step was skipped.
 
     Reference: Granziol et al., Iterate averaging in the quest for best test error, Alg. 1; Polyak
     and Juditsky (1992); Izmailov et al. (2018).
@@ -98,16 +101,16 @@ class IterateAverage:
         self.planned = None if start is None else max(start, 1)
         self._applied = False
         self._skipped: Tensor | None = None
-        self._companions = Companions(
+        self._tensors = StateTensors(
             optimizer,
             key="average",
             numbers={"count": 0, "step": 0, "start": self.planned or NEVER},
             dtype=dtype,
         )
-        # Not compiled: a compiled step would be traced again whenever a count changes.
+        # Not compiled, because a compiled step would be traced again whenever a count changes.
         optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
         optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
-        # Before the hook of the companions, which writes the counts.
+        # Must run before the hook of StateTensors, which writes the counts.
         optimizer.register_state_dict_pre_hook(lambda _: self._resolve(), prepend=True)
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
@@ -118,21 +121,21 @@ class IterateAverage:
 
     @property
     def step(self) -> int:
-        """Number of steps the optimiser has taken, skipped ones left out."""
+        """Number of steps that the optimiser has taken, without skipped ones."""
         self._resolve()
         return self._numbers["step"]
 
     @property
     def start(self) -> int | None:
-        """First step of the average, counted from one; ``None`` if it is not known yet."""
+        """First step of the average, counted from one. ``None`` if it is not known yet."""
         start = self._numbers["start"]
         return None if start == NEVER else start
 
     def restart(self) -> None:
-        """Discard the average, if there is one, and begin again with the current weights."""
+        """Begin a new average with the current weights. An earlier average is discarded."""
         self._check_not_applied("restart")
         self._resolve()
-        self._companions.allocate(self.optimizer)
+        self._tensors.allocate(self.optimizer)
         self._numbers["start"] = self._numbers["step"] + 1
         self._begin()
 
@@ -147,20 +150,20 @@ class IterateAverage:
         Args:
             model: Model with parameters of the optimiser, possibly wrapped (DDP, FSDP2, compiled).
                 Its other parameters are not changed.
-            data: Batches on which the statistics of batch norm are computed again for the averaged
-                weights; a model with batch norm needs them for correct outputs. The statistics are
-                restored after the block. Defaults to no change.
+            data: Batches on which the statistics of batch norm are recomputed for the averaged
+                weights. A model with batch norm needs this for correct outputs. The statistics are
+                restored after the block. By default the statistics are not changed.
             fraction: Fraction of the batches to use, beginning with the first.
             forward: Called with the model and a batch. Defaults to a call of the model without the
                 last item of a tuple or list, or without ``"labels"`` of a dictionary.
             count: Returns the number of samples of a batch. Defaults to the length of its first
                 tensor.
-            sharing: ``own``: every process of ``group`` passes different batches, and all make this
-                call. ``none``: this process computes the statistics alone.
+            sharing: ``own``: all processes of ``group`` make this call, each with different
+                batches. ``none``: this process computes the statistics alone.
             group: Process group. Defaults to all processes.
         """
         self._check_not_applied("applied")
-        # A copy, because the average takes the place of the weights.
+        # Copies, because the averages are written into the weights.
         pairs = self._matched(model)
         before = [p.detach().clone() for p, _ in pairs]
         self._applied = True
@@ -175,7 +178,7 @@ class IterateAverage:
             self._applied = False
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the averaged weights by name, as they are: a later step changes them in place.
+        """Return the averaged weights by name. They are not copied: later steps change them.
 
         Args:
             model: As in :meth:`applied`.
@@ -201,8 +204,8 @@ class IterateAverage:
     ) -> nn.Module:
         """Return a copy of a model with the averaged weights, without wrappers or gradients.
 
-        Its state dict has the keys of the model without wrappers. A sharded model cannot be copied:
-        save it inside :meth:`applied`.
+        Its state dict has the keys of the model without wrappers. A sharded model cannot be copied.
+        Save its state inside :meth:`applied` instead.
 
         Args:
             model: As in :meth:`applied`.
@@ -223,7 +226,7 @@ class IterateAverage:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "IterateAverage":
         optimizer = copy.deepcopy(self.optimizer, memo)
-        copied = attached_to(optimizer)  # Gadam copies its average
+        copied = attached_to(optimizer)  # the copy of a Gadam has an average already
         if copied is not None:
             return copied
         copied = IterateAverage(
@@ -232,20 +235,20 @@ class IterateAverage:
             start=self.planned,
             interval=self.interval,
             decay=self.decay,
-            dtype=self._companions.dtype,
+            dtype=self._tensors.dtype,
         )
         self._resolve()
-        # Copying loses hooks: continue with the average in the state of the copy.
-        copied._companions.adopt(optimizer, self._numbers)
+        # The copy of the optimiser has no hooks. Continue with the average in its state.
+        copied._tensors.adopt(optimizer, self._numbers)
         return copied
 
     @property
     def _numbers(self) -> dict[str, int]:
-        return self._companions.numbers
+        return self._tensors.numbers
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_not_applied("step")
-        self._companions.before_step(optimizer)
+        self._tensors.before_step(optimizer)
         if self._is_to_begin():
             self._resolve()
             if self._is_to_begin():
@@ -253,13 +256,13 @@ class IterateAverage:
                 self._begin()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._companions.after_step(optimizer)
-        if self._companions.initialising:
+        self._tensors.after_step(optimizer)
+        if self._tensors.initialising:
             return
         self._numbers["step"] += 1
         found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
         if found_inf is not None:
-            # Counted on the device: reading it here would wait for every step.
+            # Counted on the device, because reading it here would make every step wait.
             skipped = (found_inf > 0).sum()
             self._skipped = skipped if self._skipped is None else self._skipped + skipped
         if self._is_due():
@@ -269,9 +272,9 @@ class IterateAverage:
 
     def _is_to_begin(self) -> bool:
         start = self._numbers["start"]
-        # The Polyak average begins with the first step, by itself.
+        # The Polyak average has no initial value: it begins in _update() after the first step.
         waits = self.count == 0 and start != NEVER and self.kind != "polyak"
-        return waits and self._numbers["step"] + 1 >= start and not self._companions.initialising
+        return waits and self._numbers["step"] + 1 >= start and not self._tensors.initialising
 
     def _is_due(self) -> bool:
         # Due at t = T - 1 + k, T - 1 + 2k, ...
@@ -280,21 +283,21 @@ class IterateAverage:
         return begun and since > 0 and since % self.interval == 0
 
     def _begin(self) -> None:
-        self._companions.copy_weights()
+        self._tensors.copy_weights()
         # The Polyak average leaves the initial weights out.
         self._numbers["count"] = 0 if self.kind == "polyak" else 1
-        self._companions.write_numbers(self.optimizer)
+        self._tensors.write_numbers(self.optimizer)
 
     def _update(self) -> None:
         # ema: a <- a + (1 - rho)(w - a); tail and Polyak: a <- a + (w - a) / (n + 1)
         share = 1 - self.decay if self.kind == "ema" else 1 / (self.count + 1)
-        tensors = self._companions.tensors
+        tensors = self._tensors.tensors
         move(list(tensors.values()), list(tensors), share)
         self._numbers["count"] += 1
-        self._companions.write_numbers(self.optimizer, "count")
+        self._tensors.write_numbers(self.optimizer, "count")
 
     def _resolve(self) -> None:
-        """Subtract the steps that the device has skipped since the last call from the count."""
+        """Subtract the steps that were skipped since the last call from the step count."""
         if self._skipped is not None:
             self._numbers["step"] -= int(self._skipped)
             self._skipped = None
@@ -316,7 +319,7 @@ class IterateAverage:
             message = f"the average has not begun: it {when}, and the optimiser has taken "
             raise RuntimeError(f"{message}{self.step} steps")
         reshard(model)
-        tensors = self._companions.tensors
+        tensors = self._tensors.tensors
         pairs: Pairs = [(p, tensors[p]) for p in model.parameters() if p in tensors]
         if not pairs:
             raise ValueError("model must have parameters of this optimiser, got none of them")
@@ -327,11 +330,11 @@ class IterateAverage:
 def move(averages: list[Tensor], weights: list[Tensor], share: float) -> None:
     r"""Move averages towards the weights in place, :math:`a \leftarrow a + s (w - a)`.
 
-    An average that equals the weights does not change by a bit.
+    An average that equals the weights stays exactly the same.
     """
     pairs = [(local(a), local(w)) for a, w in zip(averages, weights, strict=True)]
     same = [(a, w) for a, w in pairs if a.dtype == w.dtype]
-    if same:  # a list of one dtype takes one launch on a GPU
+    if same:  # one kernel launch on a GPU
         torch._foreach_lerp_([a for a, _ in same], [w for _, w in same], share)
     for a, w in pairs:
         if a.dtype != w.dtype:
@@ -345,12 +348,39 @@ def _write(pairs: Pairs) -> None:
 
 
 def attached_to(optimizer: Optimizer) -> IterateAverage | None:
-    """Return the average of an optimiser, or of one that it wraps."""
+    """Return the average of an optimiser or of its inner ones, or ``None``."""
     return next((one for one in owners(optimizer) if isinstance(one, IterateAverage)), None)
 
 
+def swa(
+    params: ParamsT,
+    *,
+    lr: float = 0.1,
+    momentum: float = 0.9,
+    start: int | None = None,
+    interval: int = 1,
+    **settings: Any,
+) -> SGD:
+    """Return SGD with the tail average of its iterates as ``.average``.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        momentum: Momentum.
+        start: First step of the average, as in :class:`IterateAverage`.
+        interval: Steps between weights that enter the average.
+        **settings: Other keywords of ``torch.optim.SGD``.
+
+    Reference: Izmailov et al. (2018), *Averaging weights leads to wider optima*.
+    """
+    optimizer: Any = SGD(params, lr=lr, momentum=momentum, **settings)
+    optimizer.average = IterateAverage(optimizer, start=start, interval=interval)
+    averaged: SGD = optimizer
+    return averaged
+
+
 # ------------------------------------------------------------------------------------------
-# GadamAuto: when to begin averaging, and when to stop training.
+# When to begin averaging, and when to stop training (GadamAuto).
 
 
 @final
@@ -359,11 +389,11 @@ class AutoAverage:
 
     Phase 1: :meth:`update` expects the metric of the current weights. After ``patience``
     evaluations in a row without a new best value, averaging begins with the current weights.
-    Phase 2: :meth:`update` expects the metric of the averaged weights, and the best value starts
-    anew. After ``patience`` evaluations without improvement :attr:`finished` is true.
+    Phase 2: :meth:`update` expects the metric of the averaged weights, and the best value is reset.
+    After ``patience`` evaluations without improvement, :attr:`finished` is true.
 
-    With the rule ``non_monotone`` averaging begins when the metric is worse than the best of the
-    evaluations more than ``patience`` before it, and there is no second phase: NT-ASGD.
+    With ``rule="non_monotone"`` (NT-ASGD), averaging begins when the metric is worse than the best
+    value that was recorded more than ``patience`` evaluations ago. There is no second phase.
 
     The learning rate stays constant::
 
@@ -380,11 +410,12 @@ class AutoAverage:
     Keskar and Socher (2018), Regularizing and optimizing LSTM language models, Algorithm 1.
 
     Args:
-        average: An average made with ``start=None``, or an optimiser. If an optimiser has no
+        average: An average created with ``start=None``, or an optimiser. If an optimiser has no
             average, a tail average over all steps is created.
-        patience: Evaluations without improvement that end each of the two phases.
-        mode: ``min`` if a smaller metric is better, ``max`` if a larger one is.
-        min_delta: An improvement must exceed this; with ``non_monotone``, a deterioration.
+        patience: Number of evaluations without improvement that end each of the two phases.
+        mode: ``min`` if smaller metrics are better, ``max`` if larger ones are.
+        min_delta: An improvement must exceed this value. With ``non_monotone``, a deterioration
+            must exceed it.
         rule: ``stagnation`` or ``non_monotone``.
     """
 
@@ -409,11 +440,11 @@ class AutoAverage:
         self.average = average
         self.patience, self.mode, self.min_delta, self.rule = patience, mode, min_delta, rule
         self.averaging, self.finished = False, False
-        self.best: float | None = None  # of the weights, or of their average once averaging
-        self.best_before: float | None = None  # of the weights, once averaging
+        self.best: float | None = None  # best metric of the present phase
+        self.best_before: float | None = None  # best metric of phase 1, set in phase 2
         self.waited = 0  # evaluations since the best one
         self.recent: list[float] = []  # at most the last `patience` metrics, the oldest first
-        self.best_old: float | None = None  # of those before
+        self.best_old: float | None = None  # best of the metrics before those
 
     def __repr__(self) -> str:
         part = "finished" if self.finished else "averaging" if self.averaging else "waiting"
@@ -425,7 +456,7 @@ class AutoAverage:
     def applied(
         self, model: nn.Module, **statistics: Unpack[StatisticsOptions]
     ) -> AbstractContextManager[nn.Module]:
-        """Put the averaged weights into a model for the ``with`` block, once averaging has begun.
+        """Put the averaged weights into a model for the ``with`` block, if averaging has begun.
 
         Args:
             model: As in :meth:`IterateAverage.applied`.
@@ -436,7 +467,7 @@ class AutoAverage:
         return nullcontext(model)
 
     def update(self, metric: float | Tensor) -> bool:
-        """Record the metric of one more evaluation; return whether to stop training."""
+        """Record the metric of an evaluation, and return whether to stop training."""
         value = float(metric)
         if math.isnan(value):
             raise ValueError("metric must be a number, got nan")
@@ -451,7 +482,7 @@ class AutoAverage:
             self.finished = self.rule == "stagnation" and self.waited >= self.patience
         elif self._is_due(value):
             self.average.restart()
-            # The metric is that of the average from now on, so its best value is unknown.
+            # From now on the metric is that of the average, whose best value is not known yet.
             self.averaging, self.waited = True, 0
             self.best_before, self.best = self.best, None
         return self.finished
@@ -462,10 +493,10 @@ class AutoAverage:
         return best - value if self.mode == "min" else value - best
 
     def _is_due(self, value: float) -> bool:
-        """Return whether averaging begins after this value, and remember the value."""
+        """Return whether averaging begins after this value, and store the value."""
         if self.rule == "stagnation":
             return self.waited >= self.patience
-        # t > n and v_t > min(v_1, ..., v_{t-n-1}): worse, not merely no better.
+        # t > n and v_t > min(v_1, ..., v_{t-n-1}): strictly worse.
         due = self._gain(value, self.best_old) < -self.min_delta
         self.recent.append(value)
         if len(self.recent) > self.patience:
@@ -475,7 +506,7 @@ class AutoAverage:
         return due
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in plain numbers; the average itself is in the optimiser's state."""
+        """Return the state as plain numbers. The state of the optimiser has the average itself."""
         names = (
             "averaging", "finished", "best", "best_before", "waited", "mode", "best_old",
         )  # fmt: skip

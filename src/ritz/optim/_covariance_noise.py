@@ -1,4 +1,4 @@
-"""Large-batch training with the gradient noise of small batches."""
+"""`CovarianceNoise` and `NoisySGD`: large batches with the gradient noise of small batches."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range, check_type
-from ritz._core.modes import unwrapped
+from ritz._core.distributed import unwrapped
 from ritz._core.params import check_optimizer, parameters
 from ritz.curvature._shared import (
     NOISE_KINDS,
@@ -25,9 +25,9 @@ from ritz.curvature._shared import (
 )
 from ritz.optim._kfac import curvature_of
 
-STEP = "noise_step"  # in the first group of the optimiser: steps taken
-ROOT = "noise_"  # names of saved roots in the state of a parameter begin with it
-REFRESH = {"kfac": 10}  # steps between two factorisations, which cost several steps
+STEP = "noise_step"  # number of steps taken, in the first group of the optimiser
+ROOT = "noise_"  # prefix of the names of saved square roots in the state of a parameter
+REFRESH = {"kfac": 10}  # default of refresh: a factorisation costs as much as several steps
 
 
 @final
@@ -37,11 +37,12 @@ class CovarianceNoise:
     .. math:: w \leftarrow w - \alpha\, \text{step}(g) + \alpha
         \sqrt{\frac{M_L - M_S}{M_L M_S}}\; F^{1/2} \xi,
 
-    with :math:`M_L` the samples of a step, :math:`M_S` those of a small batch, and :math:`F^{1/2}
-    \xi` noise with the covariance of the gradient of one sample, or a part of it; see
-    :func:`ritz.curvature.noise_sample` for the kinds. ``isotropic``, ``multiplicative`` and
-    ``sgld`` are noise of a step, without the root. The optimiser may be any of torch: hooks of its
-    ``step()`` add the noise. In your own training loop::
+    Here :math:`M_L` is the number of samples of a step, :math:`M_S` that of a small batch, and
+    :math:`F^{1/2} \xi` is noise with the covariance of the gradient of one sample, or an
+    approximation of it; see :func:`ritz.curvature.noise_sample` for the kinds. ``isotropic``,
+    ``multiplicative`` and ``sgld`` do not depend on the batch size and are added without the factor
+    :math:`\sqrt{\cdot}`. Any optimiser of torch can be used, because hooks of its ``step()`` add
+    the noise. In your own training loop::
 
         noise = CovarianceNoise(optimizer, model, loss_fn, small=128)
         for batch in batches:
@@ -49,39 +50,40 @@ class CovarianceNoise:
             loss = noise.backward(batch)   # forward and backward pass
             optimizer.step()
 
-    Call ``backward`` several times before a step to accumulate gradients, with the ``share`` of
-    each part. With ``DistributedDataParallel``, pass the wrapped model. Random signs and drawn
-    labels are independent in every process and summed; second moments are summed, and the noise
-    drawn from them is the same in all. So the covariance is that of all samples of the step.
+    To accumulate gradients, call ``backward`` several times before a step, with the ``share`` of
+    each part. With ``DistributedDataParallel``, pass the wrapped model. Each process draws its own
+    random signs and labels, and the resulting noise is summed. Second moments are summed too, and
+    the noise drawn from them is the same in all processes. The covariance is therefore that of all
+    samples of the step.
 
-    **Batch norm in train mode.** ``diagonal``, ``kfac`` and ``trace`` take the statistics of each
-    (ghost) batch as constants, in a second forward pass without dropout. ``full``, ``centred`` and
-    ``true`` use the pass of the step itself.
+    **Batch norm in train mode.** ``diagonal``, ``kfac`` and ``trace`` need a second forward pass
+    without dropout, in which the statistics of each batch are constants. ``full``, ``centred`` and
+    ``true`` use the forward pass of the step.
 
-    Saving: the number of steps is in ``optimizer.state_dict()``, and with it the random numbers,
-    which depend on seed, step and process only. With ``refresh`` above one, so are the roots of
-    the second moments. A resumed run is the same bit for bit.
+    **Saving.** ``optimizer.state_dict()`` contains the number of steps. The random numbers depend
+    on seed, step and process only, so that a resumed run is the same bit for bit. With ``refresh``
+    above one, the square roots of the second moments are saved too.
 
-    Cost over a step without noise: ``full``, ``centred`` and ``true`` 5/3 (a second backward pass).
-    ``diagonal`` and ``trace`` of a network without batch norm: the products of squares, 1.3 to 1.5
-    for linear layers; with batch norm in train mode 1.7 and those products. Convolutions with more
-    than a few positions cost more: the gradient of every sample is formed. Memory: a vector, and
-    two with ``refresh``.
+    **Cost**, relative to a step without noise: ``full``, ``centred`` and ``true`` 5/3, for a second
+    backward pass. ``diagonal`` and ``trace`` 1.3 to 1.5 for linear layers without batch norm; with
+    batch norm in train mode there is a second forward and backward pass too, which makes it at
+    least 1.7. Convolutions with more than a few positions cost more, because the gradient of every
+    sample is formed. Memory: one vector, and two with ``refresh``.
 
     Args:
         optimizer: Any optimiser of parameters of the model.
         model: The model, possibly wrapped.
         loss_fn: Mean loss of outputs and target.
         kind: A kind of :func:`ritz.curvature.noise_sample`.
-        small: Samples :math:`M_S` of a small batch; less than those of a step.
+        small: Number of samples :math:`M_S` of a small batch, less than that of a step.
         until: First step without noise, counted from one. Defaults to never.
-        momentum: ``after``: the noise is added to the weights after the step, and momentum does not
-            accumulate it. ``before``: it is added to the gradient.
-        refresh: Steps between new second moments of ``diagonal``, ``trace`` and ``kfac``. Defaults
-            to 1, and to 10 for ``kfac``.
+        momentum: ``after``: the noise is added to the weights after the step, so that momentum does
+            not accumulate it. ``before``: the noise is added to the gradient.
+        refresh: Number of steps after which the second moments of ``diagonal``, ``trace`` and
+            ``kfac`` are computed again. Defaults to 1, and to 10 for ``kfac``.
         sigma: Standard deviation of ``isotropic`` and ``multiplicative``.
         temperature: Temperature of ``sgld``, such as one over the number of training samples.
-        forward: Takes the model and a batch and returns ``(outputs, target)``.
+        forward: Takes the model and a batch, returns ``(outputs, target)``.
         seed: Seed of the noise.
 
     Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
@@ -105,6 +107,9 @@ class CovarianceNoise:
         seed: int = 0,
     ) -> None:
         check_optimizer(optimizer)
+        check_type("model", model, nn.Module, "a torch.nn.Module")
+        if loss_fn is not None:
+            check_type("loss_fn", loss_fn, Callable, "a function of outputs and target, or None")
         check_choice("kind", kind, NOISE_KINDS)
         small = check_count("small", small)
         check_choice("momentum", momentum, ("after", "before"))
@@ -115,6 +120,8 @@ class CovarianceNoise:
         self.refresh = check_count("refresh", interval)
         if kind == "sgld" and temperature is None:
             raise ValueError("temperature must be given for kind='sgld', got None")
+        if temperature is not None:
+            check_range("temperature", temperature, low=0.0)
         self.optimizer, self.kind, self.small, self.until = optimizer, kind, small, until
         self.momentum, self.sigma, self.temperature, self.seed = momentum, sigma, temperature, seed
         self._adapter = Adapter(model, loss_fn, forward)
@@ -123,19 +130,19 @@ class CovarianceNoise:
         held = set(parameters(optimizer))
         self._named = {name: p for name, p in self._step.params.items() if p in held}
         if not self._named:
-            raise ValueError("optimizer must have parameters of the model, got those of another")
-        self._noise: dict[Tensor, Tensor] | None = None  # of the step that is to be taken
+            raise ValueError("optimizer must have parameters of the model, got only others")
+        self._noise: dict[Tensor, Tensor] | None = None  # noise of the next step
         self._begun, self._versions = False, list[int]()
         optimizer.register_step_pre_hook(torch.compiler.disable(self._before))
         handle = optimizer.register_step_post_hook(torch.compiler.disable(self._after))
-        # Before the hooks of averages, which must see the weights with their noise.
+        # Must run before the hooks of averages, which include the noise.
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(handle.id, last=False)
         optimizer.register_load_state_dict_post_hook(self._load)
 
     @property
     def num_steps(self) -> int:
-        """Steps taken."""
+        """Number of steps taken."""
         return int(self.optimizer.param_groups[0].get(STEP, 0))
 
     @property
@@ -146,19 +153,19 @@ class CovarianceNoise:
     def backward(
         self, batch: Any, *, share: float = 1.0, scaler: torch.amp.GradScaler | None = None
     ) -> Tensor:
-        """Run forward and backward pass of a batch, gather its noise, and return its loss.
+        """Run forward and backward pass of a batch, compute its part of the noise, return its loss.
 
         Args:
             batch: ``(*inputs, target)`` or a dictionary with ``labels``, as for the model.
-            share: Share of the batch in the step, if gradients are accumulated.
-            scaler: Gradient scaler of float16, whose ``step`` and ``update`` you call.
+            share: Weight of the batch in the loss of the step, if gradients are accumulated.
+            scaler: Gradient scaler for float16. You call its ``step`` and ``update``.
         """
         if not self._begun or self._is_cleared():
             self.begin()
         with self.observing(batch):
             outputs, target = self._adapter(batch)
             loss: Tensor = self._adapter.loss(outputs, target)
-        # A tensor, so that nothing waits for the device.
+        # A tensor, so that the step does not wait for the device.
         scale: Any = 1.0 if scaler is None else scaler.scale(torch.ones_like(loss)).detach()
         self.pull(loss * share * scale, outputs, target, batch, scale, share)
         self._versions = self._versions_of_gradients()
@@ -170,12 +177,13 @@ class CovarianceNoise:
     def _is_cleared(self) -> bool:
         """Return whether the gradients were cleared since the last backward pass.
 
-        A gradient scaler may skip a step, whose gradients are then dropped, and so is its noise.
+        A gradient scaler may skip a step. Its gradients are then cleared, and the noise with them.
         """
         versions = self._versions_of_gradients()
         if not versions:
             return True
-        # Whether they are zero is only read, which waits for the device, if they were written to.
+        # Reading whether gradients are zero waits for the device, so it is done only if they
+        # changed.
         grads = [p.grad for p in self._named.values() if p.grad is not None]
         return versions != self._versions and not any(bool(grad.any()) for grad in grads)
 
@@ -183,7 +191,7 @@ class CovarianceNoise:
     # For training loops that run the passes themselves.
 
     def begin(self) -> None:
-        """Begin a step, and discard the noise gathered for a step that was not taken."""
+        """Begin a step. Noise of a step that was not taken is discarded."""
         number, self._begun, self._noise = self.num_steps + 1, True, None
         self._step.begin(number, fresh=(number - 1) % self.refresh == 0 or not self._step.roots)
 
@@ -194,7 +202,7 @@ class CovarianceNoise:
     def pull(
         self, loss: Tensor, outputs: Any, target: Any, batch: Any, scale: float | Tensor, share: Any
     ) -> None:
-        """Run the backward pass of a loss and gather its noise; see :meth:`StepNoise.pull`."""
+        """Run the backward pass of a loss and compute its noise; see :meth:`StepNoise.pull`."""
         if not self.active or self.kind in OF_STEP:
             loss.backward()
         else:
@@ -202,10 +210,10 @@ class CovarianceNoise:
 
     @torch.no_grad()
     def collect(self, scale: float | Tensor = 1.0) -> None:
-        """Make the noise of the step, before gradients are clipped.
+        """Compute the noise of the step. Call it before gradients are clipped.
 
         Args:
-            scale: Factor of a gradient scaler, if the gradients still have it.
+            scale: Factor of a gradient scaler, if the gradients are not unscaled yet.
         """
         if not self.active:
             return
@@ -215,24 +223,24 @@ class CovarianceNoise:
             zero = torch.zeros_like(self._step.params[name])
             return zero if gradient is None else gradient / scale
 
-        # Noise with a size of its own does not depend on the samples of the step.
+        # This noise does not depend on the samples of the step.
         if self.kind in OF_STEP:
             self._noise = self._of_step(mean)
             return
         noise, rows = self._step.collect(mean)
-        # Only in the first step: of several processes, the number is a tensor on the device.
+        # Checked in the first step alone, since the number may be a tensor on the device.
         if self.num_steps == 0 and rows <= self.small:
             raise ValueError(
                 f"small must be less than the samples of a step, got {self.small} and {int(rows)}"
             )
-        # A smaller batch at the end of an epoch has as much noise by itself.
+        # A shorter batch at the end of an epoch may be as noisy as a small batch already.
         excess: Any = 1 / self.small - 1 / rows
         many = isinstance(excess, Tensor)
         factor = excess.clamp_min(0).sqrt() if many else math.sqrt(max(0.0, excess))
         self._noise = {p: noise[name].mul_(factor) for name, p in self._named.items()}
 
     def _beside(self) -> AbstractContextManager[None]:
-        # The curvature of K-FAC is that of the loss, without the passes of the noise.
+        # K-FAC must not capture the additional passes of the noise.
         curvature = curvature_of(self.optimizer)
         return nullcontext() if curvature is None else curvature.paused()
 
@@ -247,7 +255,7 @@ class CovarianceNoise:
         for name, p in self._named.items():
             xi = torch.randn(p.shape, generator=rng, device=device, dtype=p.dtype)
             rate = float(rates[p]) if self.kind == "sgld" else 1.0
-            # A step with learning rate zero has no noise.
+            # With learning rate zero there is no noise.
             heat = float(self.temperature or 0.0)
             size = scale_of_step(self.kind, self.sigma, rate, heat) if rate else 0.0
             noise[p] = xi.mul_(size) if self.kind != "multiplicative" else xi * mean(name) * size
@@ -262,14 +270,14 @@ class CovarianceNoise:
         if self._noise is None:
             if not self._begun and self.kind not in OF_STEP:
                 raise RuntimeError(
-                    "the noise of a step needs its batch: call backward() of the noise instead of "
-                    "that of the loss"
+                    "CovarianceNoise needs the batch of a step: call noise.backward(batch) instead "
+                    "of loss.backward()"
                 )
             self.collect(1.0 if scale is None else scale)
         if self.momentum == "before" and self._noise is not None:
             for p, noise in self._noise.items():
                 if p.grad is not None:
-                    # w - alpha step(g - noise): the sign that the noise has after the step.
+                    # w - alpha step(g - noise): the sign agrees with momentum="after".
                     p.grad.sub_(noise if scale is None else noise * scale)
 
     @torch.no_grad()
@@ -283,10 +291,10 @@ class CovarianceNoise:
                         continue
                     noise = self._noise[p]
                     if found_inf is not None:
-                        # A step that a fused optimiser skips has no noise either. No product: its
-                        # noise may be infinite.
+                        # No noise if a fused optimiser skips the step. where() instead of a
+                        # product, because the noise may be infinite.
                         noise = torch.where(found_inf.to(p.device) == 0, noise, 0.0)
-                    if isinstance(rate, Tensor):  # read on the device
+                    if isinstance(rate, Tensor):  # not read, which would wait for the device
                         p.addcmul_(noise, rate.to(p))
                     else:
                         p.add_(noise, alpha=rate)
@@ -298,7 +306,7 @@ class CovarianceNoise:
     def _save(self) -> None:
         for name, roots in self._step.roots.items():
             p = self._named.get(name)
-            # A parameter without gradient has no state, which the optimiser has yet to create.
+            # Not for parameters without a gradient, whose state the optimiser has not created yet.
             if p is not None and p.grad is not None:
                 self.optimizer.state[p] |= {ROOT + key: root for key, root in roots.items()}
 
@@ -313,10 +321,10 @@ class CovarianceNoise:
 
 @final
 class NoisySGD(SGD):
-    r"""SGD with :class:`CovarianceNoise`, as published: the noise does not enter the momentum.
+    r"""SGD with :class:`CovarianceNoise`, as published: momentum does not accumulate the noise.
 
-    Call ``optimizer.noise.backward(batch)`` instead of ``loss.backward()``;
-    :func:`ritz.training.fit` does. A copy or a pickle has no model and refuses to take steps.
+    Call ``optimizer.noise.backward(batch)`` instead of ``loss.backward()``, as
+    :func:`ritz.training.fit` does. A copy or a pickle has no model, so its ``step()`` raises.
 
     Args:
         model: The model, possibly wrapped.
@@ -325,8 +333,8 @@ class NoisySGD(SGD):
         momentum: Momentum.
         weight_decay: Weight decay.
         nesterov: Use Nesterov momentum.
-        **noise: Keywords of :class:`CovarianceNoise`: ``kind``, ``small``, ``until`` and so on;
-            its ``momentum`` is ``noise_momentum``.
+        **noise: Keyword arguments of :class:`CovarianceNoise`, such as ``kind``, ``small`` and
+            ``until``. Its ``momentum`` is called ``noise_momentum`` here.
     """
 
     def __init__(
@@ -345,7 +353,7 @@ class NoisySGD(SGD):
         super().__init__(
             trainable, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov
         )
-        # Two settings have this name: that of SGD, and where the noise enters.
+        # SGD and CovarianceNoise both have an argument called momentum.
         noise["momentum"] = noise.pop("noise_momentum", "after")
         self.noise = CovarianceNoise(self, model, loss_fn, **noise)
 

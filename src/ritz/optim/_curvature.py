@@ -1,4 +1,4 @@
-"""The protocol of optimisers that need curvature, and what those of this package share."""
+"""`CurvatureOptimizer`, the protocol of optimisers that need curvature, and their shared code."""
 
 import math
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class CurvatureOptimizer(Protocol):
     """Protocol of optimisers that need the curvature of the loss, at intervals or every step.
 
     :func:`ritz.training.fit` calls both methods with the batch of the step, or with a larger
-    curvature batch. In your own loop it is one more line::
+    curvature batch. In your own training loop, add two lines::
 
         for step, (inputs, labels) in enumerate(batches):
             if optimizer.curvature_due(step):
@@ -31,17 +31,17 @@ class CurvatureOptimizer(Protocol):
             cross_entropy(model(inputs), labels).backward()
             optimizer.step()
 
-    With the same model and the same ``loss_fn`` object, matrix-vector products are traced once
-    for each shape of batch, whether each refresh has a new risk or ``risk.moved(batch)``. With
-    batch norm pass ``batch_norm="train"``, so that the curvature is that of the loss whose gradient
-    the step follows.
+    As long as the model and the ``loss_fn`` object stay the same, matrix-vector products are traced
+    once for each shape of batch. This holds for a new ``Risk`` as well as for
+    ``risk.moved(batch)``. If the model has batch norm, pass ``batch_norm="train"`` to ``Risk``, so
+    that curvature and gradient belong to the same loss.
 
-    To write such an optimiser, subclass ``torch.optim.Optimizer`` and define the two methods.
-    What a step reads must be in ``state`` or ``param_groups``, so that a run can be resumed.
+    To write such an optimiser, subclass ``torch.optim.Optimizer`` and define the two methods. Keep
+    everything that a step reads in ``state`` or ``param_groups``, so that a run can be resumed.
     """
 
     def curvature_due(self, step: int) -> bool:
-        """Return whether the curvature is to be updated before a step.
+        """Return whether the curvature must be updated before a step.
 
         Args:
             step: Number of steps taken so far.
@@ -51,16 +51,17 @@ class CurvatureOptimizer(Protocol):
         """Measure the curvature that the next steps need.
 
         Args:
-            risk: Loss on a batch. If the weights have changed since it was made, it is moved to the
-                present ones.
+            risk: A :class:`~ritz.Risk` on a batch. If the weights of the model have changed since
+                it was created, the current weights are used.
         """
 
 
 @final
 class TracedMatrix:
-    """The matrix of a model that an optimiser measures again and again, traced once.
+    """The curvature matrix that an optimiser measures repeatedly. The model is traced once.
 
-    The trace is not part of the state of the optimiser: after loading, the model is traced again.
+    The trace is not part of the state of the optimiser. After loading a state, the model is traced
+    again.
     """
 
     def __init__(self) -> None:
@@ -69,14 +70,15 @@ class TracedMatrix:
     def refresh(
         self, optimizer: Optimizer, risk: Risk
     ) -> tuple[CurvatureOperator, dict[str, Tensor], torch.Generator]:
-        """Return the matrix of the next refresh, its parameters by name, and its random numbers.
+        """Return the matrix for the next refresh, its parameters by name, and a random generator.
 
-        The groups of the optimiser have ``matrix``, ``seed`` and ``num_refreshes``, which counts.
+        The groups of the optimiser must have ``matrix``, ``seed`` and ``num_refreshes``. The last
+        one is increased by one.
         """
         risk, params = optimizer_risk(optimizer, risk)
         first = optimizer.param_groups[0]
         number = first["num_refreshes"] + 1
-        # The number is saved with the state: a resumed run draws what it would have drawn.
+        # The number is part of the state, so that a resumed run draws the same random numbers.
         generator = torch.Generator().manual_seed(first["seed"] * 1_000_003 + number)
         op = self.operator(risk, first["matrix"], generator=generator)
         for group in optimizer.param_groups:
@@ -86,8 +88,8 @@ class TracedMatrix:
     def operator(
         self, risk: Risk, matrix: NewtonMatrix, *, generator: torch.Generator | None = None
     ) -> CurvatureOperator:
-        """Return the matrix of a risk, with the traces of the last call if they hold for it."""
-        # Only the primal part is computed again if neither model, loss nor shapes have changed.
+        """Return the matrix of a risk. Reuse the traces of the last call if they are valid."""
+        # If model, loss and shapes are the same, only the primal part is computed again.
         op = self._op
         if op is not None and op.matrix == matrix and not risk.mismatch(op.risk):
             self._op = op.at(risk, generator=generator)
@@ -98,7 +100,7 @@ class TracedMatrix:
 
 
 def check_matrix(matrix: str) -> None:
-    """Raise unless this is a matrix that an optimiser can use."""
+    """Raise unless ``matrix`` is ``hessian``, ``ggn`` or ``fisher``."""
     check_choice("matrix", matrix, get_args(NewtonMatrix))
 
 
@@ -110,13 +112,13 @@ def is_refresh_due(optimizer: Optimizer, step: int) -> bool:
 def settings_of_group(
     optimizer: Optimizer, group: dict[str, Any], shared: Iterable[str]
 ) -> dict[str, Any]:
-    """Return a group to add with the settings that all groups share; raise if it has others.
+    """Return a new group, completed by the settings that must be the same in all groups.
 
-    The group takes their present values, which rules and schedules may have changed since the
-    optimiser was made.
+    The values are those of the first group, because rules and schedules may have changed them since
+    the optimiser was created. It raises if the new group has other values.
     """
     present = optimizer.param_groups[0] if optimizer.param_groups else optimizer.defaults
-    # What the group says itself takes precedence, and is refused below if it differs.
+    # Values of the group itself take precedence here. They are checked below.
     complete = {name: present[name] for name in shared} | group
     for name in shared if optimizer.param_groups else ():
         if complete[name] != present[name]:
@@ -128,40 +130,41 @@ def settings_of_group(
 
 
 def optimizer_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]:
-    """Return the risk at the current weights in the parameters of an optimiser, and these by name.
+    """Return the risk as a function of the parameters of an optimiser, and these by name.
 
-    Frozen parameters, and those of other optimisers, are constants.
+    The risk is at the current weights. Frozen parameters, and those of other optimisers, are
+    constants.
     """
     check_risk(risk)
     mine = {id(p) for p in parameters(optimizer)}
     named = dict(risk.model.named_parameters())
-    # A tied parameter has one name here, as in the risk.
+    # A tied parameter has a single name here, as in the risk.
     names = [name for name in risk.space.shapes if id(named[name]) in mine]
     chosen: dict[str, Tensor] = {name: named[name] for name in names}
     kind = type(optimizer).__name__
     if not chosen:
-        raise ValueError(f"risk must be that of a model with parameters of this {kind}, got {risk}")
-    # The curvature between a parameter of the model and one of another is not known, and taking it
-    # for zero would not be a Newton step.
+        raise ValueError(f"risk must have the model that this {kind} trains, got {risk}")
+    # The curvature between parameters of different models is not known. Without it, the step would
+    # not be a Newton step.
     known = {id(p) for p in named.values()}
     if any(id(p) not in known for p in parameters(optimizer)):
-        raise ValueError(f"all parameters of {kind} must be those of the model of risk, got others")
+        raise ValueError(f"risk must have the model of all parameters of {kind}, got another model")
     if dtypes := {p.dtype for p in chosen.values()} - {risk.space.dtype}:
         raise ValueError(
             f"{kind} needs a risk in the dtype of its parameters, float32 or float64, got "
             f"{risk.space.dtype} for parameters in {dtypes.pop()}"
         )
-    # The others are constants: this is the block of the chosen rows and columns.
+    # The other parameters are constants, so the matrix is a diagonal block.
     if len(chosen) < len(risk.space.shapes):
         risk = risk.on(list(chosen))
     with torch.no_grad():
         now = risk.space.flatten(chosen)
-    # NaN differs from itself, and moving then says which parameter is not finite.
+    # NaN differs from itself. moved() then raises and names the parameter that is not finite.
     return (risk if torch.equal(now, risk.theta) else risk.moved()), chosen
 
 
 def optimizer_gradients(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Return the gradients of all parameters that have one; raise if they are sparse."""
+    """Return the gradients of all parameters that have one. Raise if one is sparse."""
     grads = {p: p.grad for p in parameters(optimizer) if p.grad is not None}
     if any(grad.is_sparse for grad in grads.values()):
         raise RuntimeError(f"{type(optimizer).__name__} does not support sparse gradients")
@@ -169,7 +172,7 @@ def optimizer_gradients(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 
 def require_curvature(optimizer: Optimizer, known: bool) -> None:
-    """Raise before a step for which :meth:`CurvatureOptimizer.update_curvature` is missing."""
+    """Raise if a step is taken without :meth:`CurvatureOptimizer.update_curvature` before it."""
     if not known:
         kind = type(optimizer).__name__
         raise RuntimeError(
@@ -180,41 +183,41 @@ def require_curvature(optimizer: Optimizer, known: bool) -> None:
 
 
 def require_measurement(optimizer: Optimizer, known: bool, error: Exception) -> None:
-    """Raise after a measurement that failed by roundoff, unless there is an earlier one to keep."""
+    """Raise if a measurement failed because of roundoff and there is no earlier one to keep."""
     if not known:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot measure a curvature below its own roundoff, as of "
-            "a loss near zero: use float64"
+            f"{type(optimizer).__name__} cannot measure the curvature, because it is smaller than "
+            "its roundoff, as at a loss near zero: use float64"
         ) from error
 
 
 def descend(
     p: Tensor, direction: Tensor, state: dict[str, Any], group: dict[str, Any], rate: float
 ) -> None:
-    r"""Move a parameter: :math:`w \leftarrow (1 - \alpha\gamma) w - \alpha b`, in place.
+    r"""Update a parameter in place: :math:`w \leftarrow (1 - \alpha\gamma) w - \alpha b`.
 
-    The group has ``momentum``, ``weight_decay`` and may have ``nesterov``. The buffer
-    :math:`b \leftarrow \rho b + d` is in ``state`` as soon as there is momentum.
+    The group must have ``momentum`` and ``weight_decay``, and may have ``nesterov``. With momentum,
+    the buffer :math:`b \leftarrow \rho b + d` is stored in ``state``.
     """
     momentum, update = group["momentum"], direction
     if momentum or "momentum_buffer" in state:
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
         buffer = state["momentum_buffer"].mul_(momentum).add_(direction)
-        # Nesterov's gradient is that of the point ahead, in the form of torch: d + rho b.
+        # Nesterov's momentum in the form of torch: d + rho b.
         update = direction + momentum * buffer if group.get("nesterov") else buffer
     p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)
 
 
 def evaluate(closure: Any) -> Any:
     """Return the loss of a closure, or ``None`` without one."""
-    # The closure runs a backward pass; the step around it has no gradient.
+    # The closure runs a backward pass, but the step that calls it runs under no_grad.
     with torch.enable_grad():
         return None if closure is None else closure()
 
 
 def finite_loss(risk: Risk) -> float:
-    """Return the loss, or infinity if a step has led where it is not finite."""
+    """Return the loss, or infinity if it is not finite."""
     try:
         return risk.loss()
     except ValueError:

@@ -1,4 +1,4 @@
-r"""Damping as a hyper-parameter: equivalent shrinkage, and rules that set it during training.
+r"""`Damping`: rules that set the damping of an optimiser during training; damping as shrinkage.
 
 A step along an eigenvector of eigenvalue :math:`\lambda` has the size
 :math:`\alpha / (\lambda + \delta)`. Any optimiser whose groups have a ``delta`` can be damped by a
@@ -32,41 +32,41 @@ class Tuning:
     """Constants of the rules."""
 
     # Smallest damping that a rule sets: Adam's epsilon. A measured damping is zero if the batch is
-    # the whole of the data, and a step without damping would be infinite along flat directions.
+    # all of the data, and without damping a step would be infinite along flat directions.
     least: float = 1e-8
-    # Martens (2010), section 4.1: delta grows by 3/2 where the model promised four times the
-    # reduction that came, and falls by 2/3 where it promised less than 4/3 of it.
+    # Martens (2010), section 4.1. The ratio is the actual over the predicted reduction of the loss.
+    # delta is multiplied by 3/2 if the ratio is below 1/4, and by 2/3 if it is above 3/4.
     poor: float = 0.25
     good: float = 0.75
     factor: float = 1.5
-    # Differences of losses of an MLP, of 24 to 1,024 samples, are off by at most 2.4 eps of the
-    # loss. Smaller reductions than this say nothing about the model.
+    # Reductions below this multiple of eps times the loss are ignored. For an MLP and 24 to 1,024
+    # samples, roundoff of differences of losses is at most 2.4 eps times the loss.
     resolution: float = 10.0
-    # Probes of shrinkage and variance: the damping is a hyper-parameter that is searched in factors
-    # of two or more, and 16 probes give it to some 20 %.
+    # Probes of shrinkage and variance. With 16 probes the damping has an error of about 20 %, and
+    # hyper-parameters are searched in factors of two or more.
     num_probes: int = 16
-    # Lanczos steps for the outliers, as many as the published optimisers take.
+    # Lanczos steps for the outliers, as many as the published optimisers use.
     num_steps: int = 20
 
 
 TUNING = Tuning()
 
 
-def reduction_ratio(before: Risk, after: Risk, promised: float) -> float | None:
-    """Return the actual over the predicted reduction of a loss; ``None`` if roundoff hides it."""
-    if math.isnan(promised):
+def reduction_ratio(before: Risk, after: Risk, predicted: float) -> float | None:
+    """Return the actual over the predicted reduction of a loss. ``None`` if roundoff exceeds it."""
+    if math.isnan(predicted):
         return -math.inf  # a gradient or a product has overflowed
     loss = before.loss()
-    if abs(promised) <= TUNING.resolution * torch.finfo(before.space.dtype).eps * abs(loss):
+    if abs(predicted) <= TUNING.resolution * torch.finfo(before.space.dtype).eps * abs(loss):
         return None
-    return (loss - finite_loss(after)) / promised if promised > 0 else -math.inf
+    return (loss - finite_loss(after)) / predicted if predicted > 0 else -math.inf
 
 
 def levenberg_marquardt(delta: float, ratio: float | None) -> float:
     """Return the next damping, given the actual over the predicted reduction of the loss."""
     if ratio is None:
         return delta
-    # NaN, as of a loss that has overflowed, is a poor step.
+    # NaN, from a loss that has overflowed, counts as a poor step.
     if not ratio >= TUNING.poor:
         return delta * TUNING.factor
     return max(delta / TUNING.factor, TUNING.least) if ratio > TUNING.good else delta
@@ -74,7 +74,7 @@ def levenberg_marquardt(delta: float, ratio: float | None) -> float:
 
 @final
 class Damping:
-    r"""Sets the damping ``delta`` of an optimiser by a rule, as a scheduler sets the learning rate.
+    r"""Set the damping ``delta`` of an optimiser by a rule, as a scheduler sets the learning rate.
 
     =============  =======================================================  ====================
     rule           damping                                                  call
@@ -87,27 +87,28 @@ class Damping:
     ``noise``      :math:`\frac{\alpha}{2} \max_i \lambda_i                 ``step(risk)``
                    \min(1, P \sigma^2 / (b \lambda_i^2))`, the least
                    damping with which noise is stable
-    ``adaptive``   times 3/2 or 2/3 by how well the quadratic model         ``measured(risk)``
-                   predicts the next step (Levenberg-Marquardt)
+    ``adaptive``   multiplied by 3/2 or 2/3, depending on how well the      ``measured(risk)``
+                   quadratic model predicts a step (Levenberg-Marquardt)
     =============  =======================================================  ====================
 
-    ``shrinkage``: with :math:`m = \operatorname{tr} H/P`, :math:`\beta H_B + (1 - \beta) m I`
-    is the closest to :math:`H`, and :math:`\alpha / (\lambda + \delta) = \alpha \beta / (\beta
-    \lambda + (1 - \beta) m)` for this damping, which has the units of the matrix. ``noise``:
-    :math:`P \sigma^2` is the variance of the matrices of single samples and
-    :math:`1/b = 1/B - 1/N`. Both are measured on a sample of the data, once per epoch or so, and
-    cost about 50 products. ``adaptive`` takes the batch of the next step, whose loss is evaluated
-    before and after; it costs a gradient, a product and two losses::
+    ``shrinkage``: Let :math:`m = \operatorname{tr} H/P`. The matrix
+    :math:`\beta H_B + (1 - \beta) m I` is the closest one to :math:`H`, and for this damping
+    :math:`\alpha / (\lambda + \delta) = \alpha \beta / (\beta \lambda + (1 - \beta) m)`. The
+    damping has the units of the matrix. ``noise``: :math:`P \sigma^2` is the variance of the
+    matrices of single samples and :math:`1/b = 1/B - 1/N`. Both rules need a sample of the data,
+    for example once per epoch, and cost about 50 products. ``adaptive`` needs the batch of the next
+    step. It evaluates the loss before and after the step, and costs a gradient, a product and two
+    losses::
 
         with damping.measured(risk):
             optimizer.step()
 
-    For Adam the root of the second moment stands for the curvature, so a damping that is measured
-    in units of curvature is a heuristic there. The present values are in the groups of the
-    optimiser, and so saved with it.
+    Adam uses the root of the second moment instead of the curvature. A damping that is measured in
+    units of curvature is therefore a heuristic for Adam. The current values are in the groups of
+    the optimiser, so they are saved with its state.
 
     Args:
-        optimizer: Its groups have ``delta``.
+        optimizer: An optimiser whose groups have ``delta``.
         rule: One of the table.
         batch_size: Batch size :math:`B` of the steps, for ``shrinkage`` and ``noise``.
         num_samples: Number of training samples :math:`N`. Defaults to infinity.
@@ -149,7 +150,7 @@ class Damping:
         self._op: CurvatureOperator | None = None
 
     def values(self) -> list[float]:
-        """Return the current damping of all groups; empty if there is none."""
+        """Return the current damping of all groups. Empty if the optimiser has none."""
         groups = self.optimizer.param_groups
         return [float(group["delta"]) for group in groups if "delta" in group]
 
@@ -159,8 +160,8 @@ class Damping:
         If the batch size changes during training, set the attribute ``batch_size`` first.
 
         Args:
-            risk: For ``shrinkage`` and ``noise`` a sample of the data, whose samples must be
-                separable (batch norm not in train mode).
+            risk: For ``shrinkage`` and ``noise``, a :class:`~ritz.Risk` on a sample of the data,
+                with batch norm not in train mode.
         """
         if self.rule == "ratio":
             for group, delta, rate in self._initial():
@@ -170,47 +171,53 @@ class Damping:
                 raise ValueError(f"step() needs a risk for rule={self.rule!r}, got None")
             measure = shrinkage_damping if self.rule == "shrinkage" else noise_damping
             own, _ = optimizer_risk(self.optimizer, risk)
-            # 1/b = 1/B - 1/N; a batch of all samples has no noise.
+            # 1/b = 1/B - 1/N, which is zero for a batch of all samples.
             inverse = max(0.0, 1 / (self.batch_size or 1) - 1 / (self.num_samples or math.inf))
             unit = measure(own, inverse, matrix=self.matrix, seed=self.seed)
             for group in self.optimizer.param_groups:
                 rate = float(group["lr"]) if self.rule == "noise" else 1.0
                 self._set(group, unit * rate)
         elif self.rule == "adaptive":
-            raise ValueError("rule='adaptive' needs a block: with damping.measured(risk): ...")
+            raise ValueError(
+                "rule='adaptive' needs a 'with' block: with damping.measured(risk): "
+                "optimizer.step()"
+            )
 
     @contextmanager
     def measured(self, risk: Risk) -> Iterator[None]:
-        """Compare loss and quadratic model over a step inside the block; then adapt the damping.
+        """Take a step inside the block. Afterwards the damping is adapted, with ``adaptive``.
+
+        The reduction of the loss is compared with that of the quadratic model. Other rules do
+        nothing.
 
         Args:
-            risk: The batch of the step.
+            risk: A :class:`~ritz.Risk` on the batch of the step.
         """
         if self.rule != "adaptive" or getattr(self.optimizer, "adapts_damping", False):
-            yield  # Hessian-free optimisation adapts its damping by itself
+            yield  # HessianFree adapts its damping itself
             return
         start, _ = optimizer_risk(self.optimizer, risk)
         gradient = start.gradient()
         yield
         if not all(bool(p.isfinite().all()) for p in parameters(self.optimizer)):
-            return  # the run has diverged, which the next loss shows
+            return  # the run has diverged, which the next loss will show
         end, _ = optimizer_risk(self.optimizer, start)
         update = end.theta - start.theta
         known = self._op is not None and not start.mismatch(self._op.risk)
         op = self._op.at(start) if known and self._op else curvature_operator(start, self.matrix)
         self._op = op
-        # The model promises -(g'u + u'Gu / 2).
-        promised = -float(gradient.double() @ update.double() + 0.5 * (update @ (op @ update)))
-        ratio = reduction_ratio(start, end, promised)
+        # The quadratic model predicts the reduction -(g'u + u'Gu / 2) for the update u.
+        predicted = -float(gradient.double() @ update.double() + 0.5 * (update @ (op @ update)))
+        ratio = reduction_ratio(start, end, predicted)
         for group in self.optimizer.param_groups:
             self._set(group, levenberg_marquardt(float(group["delta"]), ratio))
 
     def _initial(self) -> list[tuple[dict[str, Any], float, float]]:
-        r"""Return all groups with :math:`\delta_0` and :math:`\alpha_0`; a new group begins now."""
+        r"""Return all groups with :math:`\delta_0` and :math:`\alpha_0`, and store these."""
         initial = []
         for group in self.optimizer.param_groups:
             delta = group.setdefault("initial_delta", float(group["delta"]))
-            # A scheduler has stored it already, or the current value is the initial one.
+            # Stored by a scheduler. Otherwise the current value is the initial one.
             rate = float(group.setdefault("initial_lr", float(group["lr"])))
             if not rate > 0:
                 raise ValueError(f"damping rule 'ratio' needs an initial lr above 0, got {rate}")
@@ -220,7 +227,7 @@ class Damping:
     def _set(self, group: dict[str, Any], value: float) -> None:
         value = max(value, TUNING.least)
         if isinstance(setting := group["delta"], Tensor):
-            setting.fill_(value)  # in place: a captured or compiled step reads it there
+            setting.fill_(value)  # in place, for captured or compiled steps
         else:
             group["delta"] = value
 
@@ -247,7 +254,7 @@ def shrinkage_damping(
                          f"of the {matrix}: use matrix='ggn'")  # fmt: skip
     parts = shrinkage(risk, batch_sizes=[1], matrix=matrix, **probes)
     noise = size * float(parts.variance.mean) * inverse
-    # A distance below its standard error counts as that error.
+    # A distance below its standard error is replaced by the standard error.
     signal = max(float(parts.signal.mean), float(parts.signal.stderr))
     # beta = d^2 / (d^2 + e^2), so (1 - beta) / beta = e^2 / d^2.
     return mean * noise / signal
@@ -258,9 +265,9 @@ def noise_damping(
 ) -> float:
     r"""Return :math:`\frac12 \max_i \lambda_i \min(1, P \sigma^2 / (b \lambda_i^2))`.
 
-    Times the learning rate, it is the least damping with which the noise of a batch matrix is
-    stable. It never exceeds :math:`\frac12 \sqrt{P \sigma^2 / b}`, and the smallest outlier above
-    this threshold governs it. The outliers are Ritz values of a short Lanczos run.
+    Multiplied by the learning rate, it is the least damping with which the noise of a batch matrix
+    is stable. It never exceeds :math:`\frac12 \sqrt{P \sigma^2 / b}`. The eigenvalues are Ritz
+    values of a short Lanczos run.
 
     Args:
         risk: A sample of the data.
@@ -292,9 +299,9 @@ def delta_to_shrinkage(delta: float) -> float:
     .. math::
         \frac{\alpha}{\lambda + \delta} = \frac{\alpha\beta}{\beta\lambda + (1 - \beta)}
 
-    for each eigenvalue :math:`\lambda` of the curvature :math:`H`. A damped step of learning rate
-    :math:`\alpha` on :math:`H` is a step of learning rate :math:`\alpha\beta` on
-    :math:`\beta H + (1 - \beta) I`.
+    for each eigenvalue :math:`\lambda` of the curvature :math:`H`. A damped step with :math:`H` and
+    learning rate :math:`\alpha` equals an undamped step with :math:`\beta H + (1 - \beta) I` and
+    learning rate :math:`\alpha\beta`.
 
     Args:
         delta: Damping, at least 0.
@@ -310,7 +317,7 @@ def delta_to_shrinkage(delta: float) -> float:
 
 
 def shrinkage_to_delta(beta: float) -> float:
-    r"""Return the damping :math:`\delta = (1 - \beta)/\beta` that is equivalent to a shrinkage.
+    r"""Convert a shrinkage coefficient to the equivalent damping :math:`\delta = (1-\beta)/\beta`.
 
     The inverse of :func:`delta_to_shrinkage`.
 
@@ -322,6 +329,6 @@ def shrinkage_to_delta(beta: float) -> float:
     """
     check_range("beta", beta, low=0, high=1)
     if beta == 0:
-        raise ValueError("beta must be above 0, got 0, which would need infinite damping")
+        raise ValueError("beta must be above 0, got 0, whose damping is infinite")
     # beta = 1 / (1 + delta)
     return (1 - beta) / beta

@@ -1,4 +1,4 @@
-"""Diagnostics of training: diversity of solutions, norms of weights, effective learning rates."""
+"""Diagnostics: `solution_diversity`, `weight_norms`, scale invariance, `effective_rates`."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,27 +13,28 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ritz._core.checks import check_range, check_real_floating, is_below
-from ritz._core.modes import evaluating
+from ritz._core.batch_norm import evaluating
+from ritz._core.checks import check_range, check_real_floating, check_type, is_below
+from ritz._core.params import check_optimizer
 from ritz._core.storage import storable
 from ritz.curvature._shared import layer_table
 from ritz.optim._reading import learning_rate
 
 # ------------------------------------------------------------------------------------------
-# Diversity of solutions: how much the averaged iterates disagree.
+# Diversity of solutions: how much the outputs of several networks differ.
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diversity:
-    """Mean disagreement of solutions over all pairs, and that of each pair.
+    """Differences between the outputs of solutions: the mean over all pairs, and each pair.
 
     Attributes:
         kl: Symmetrised Kullback-Leibler divergence in nats.
         total_variation: Square of the total variation distance.
         distance: Squared Euclidean distance of the probabilities.
-        kl_pairs: The divergence of every pair of solutions, ``(m, m)`` in float64, zero on the
-            diagonal.
+        kl_pairs: The divergence of every pair of solutions, ``(m, m)``, float64. The diagonal is
+            zero.
         total_variation_pairs: The squared total variation of every pair, ``(m, m)``.
         distance_pairs: The squared distance of every pair, ``(m, m)``.
         num_samples: Number of samples.
@@ -61,16 +62,17 @@ def solution_diversity(logits: Tensor | Iterable[Tensor]) -> Diversity:
     .. math:: \tfrac12 \sum_c (p_c - q_c)(\log p_c - \log q_c), \qquad
         \Big(\tfrac12 \sum_c |p_c - q_c|\Big)^2, \qquad \sum_c (p_c - q_c)^2
 
-    averaged over samples and then over pairs. The first is the mean of the two Kullback-Leibler
-    divergences, the second the squared total variation. The third is what the reference calls total
-    variation. All are computed from logits in float64, to avoid underflow. The divergence is
-    infinite only if one solution gives a class the logit :math:`-\infty`.
+    Each is averaged over samples and then over pairs. The first is the mean of the two
+    Kullback-Leibler divergences, and the second is the squared total variation. The third is what
+    the reference calls total variation. All are computed from logits in float64, to avoid
+    underflow. The divergence is infinite only if one solution gives a class the logit
+    :math:`-\infty`.
 
-    Cost: ``m (m - 1) / 2`` passes over ``(n, c)`` arrays; memory: the logits twice in float64.
+    Cost: ``m (m - 1) / 2`` passes over ``(n, c)`` arrays. Memory: the logits twice in float64.
 
     Args:
-        logits: Outputs of the solutions for the same samples, ``(m, n, c)`` or ``m`` of ``(n, c)``
-            (further dimensions, such as tokens, count as samples).
+        logits: Outputs of the ``m`` solutions for the same samples: a tensor ``(m, n, c)`` or ``m``
+            tensors ``(n, c)``. Additional dimensions, such as tokens, count as samples.
 
     Reference: Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 3
     and Fig. 4.
@@ -80,7 +82,7 @@ def solution_diversity(logits: Tensor | Iterable[Tensor]) -> Diversity:
     pairs = torch.zeros(3, len(logs), len(logs), dtype=torch.float64)
     for i, j in combinations(range(len(logs)), 2):
         step = probabilities[i] - probabilities[j]
-        # A class that both exclude adds nothing; as a difference of infinities it would be NaN.
+        # Without this, a class of probability zero in both would give inf - inf = NaN.
         ratio = torch.where(logs[i] == logs[j], 0.0, logs[i] - logs[j])
         # (KL(p, q) + KL(q, p)) / 2 = sum (p - q)(log p - log q) / 2, and TV = sum |p - q| / 2
         terms = (0.5 * step * ratio, 0.5 * step.abs(), step.square())
@@ -101,15 +103,16 @@ def solution_diversity(logits: Tensor | Iterable[Tensor]) -> Diversity:
 
 def _as_samples(logits: list[Tensor]) -> list[Tensor]:
     if len(logits) < 2:
-        raise ValueError(f"logits must be those of at least two models, got {len(logits)}")
+        raise ValueError(f"logits must be of at least two models, got {len(logits)}")
     first = logits[0]
     for one in logits:
+        check_type("logits", one, Tensor, "tensors (n, c)")
         check_real_floating("logits", one.dtype)
         if one.ndim < 2 or one.shape != first.shape or one.numel() == 0:
             shapes = [tuple(other.shape) for other in logits]
-            raise ValueError(f"logits must be of one shape (n, c) for all, got {shapes}")
+            raise ValueError(f"logits must have one shape (n, c) for all models, got {shapes}")
         if bool(torch.isnan(one).any()):
-            raise ValueError("logits must not hold NaN")
+            raise ValueError("logits must not contain NaN, got NaN")
     return [one.detach().double().flatten(0, -2) for one in logits]
 
 
@@ -142,11 +145,13 @@ class WeightNorms:
 def weight_norms(model: nn.Module | Mapping[str, Tensor]) -> WeightNorms:
     r"""Return :math:`\|\theta\|_2` and :math:`\|\theta\|_\infty`, in total and by tensor.
 
-    Computed in float64, so that half-precision weights neither overflow nor lose digits.
+    They are computed in float64, so that half-precision weights neither overflow nor lose digits.
 
     Args:
         model: A module, or named tensors.
     """
+    if not isinstance(model, Mapping):
+        check_type("model", model, nn.Module, "a torch.nn.Module or named tensors")
     named = dict(model.named_parameters() if isinstance(model, nn.Module) else model)
     if not named:
         raise ValueError("model must have parameters, got none")
@@ -165,21 +170,24 @@ def weight_norms(model: nn.Module | Mapping[str, Tensor]) -> WeightNorms:
 def scale_invariant_weights(model: nn.Module, *inputs: Any, rtol: float = 0.01) -> tuple[str, ...]:
     r"""Return the names of the weights :math:`w` for which :math:`f(c w) = f(w)`.
 
-    These are the weights before a normalisation. They are found numerically, for any architecture:
-    each weight of two or more dimensions is doubled, and the outputs are compared, with batch norm
-    in training mode and dropout off. The model is not changed. The change of the outputs must be
-    below ``rtol`` times the change that shuffling the entries of the weight causes; so a weight
-    without any effect is not returned. The epsilon of a
-    normalisation breaks the invariance if the variance of its inputs is small, and so does a bias
-    that it does not remove (before layer or group norm). Such weights are not returned.
+    These are the weights before a normalisation. They are found numerically, for any architecture.
+    Each weight of two or more dimensions is doubled, and the outputs are compared, with batch norm
+    in train mode and dropout off. The change of the outputs must be below ``rtol`` times the change
+    that is caused by shuffling the entries of the weight. A weight that has no effect on the
+    outputs is therefore not returned. The model is not changed.
+
+    A weight is not invariant, and not returned, if the variance of the inputs of the normalisation
+    is so small that its epsilon matters, or if a bias follows that the normalisation does not
+    remove (before layer or group norm).
 
     Cost: two forward passes for every weight of two or more dimensions.
 
     Args:
-        model: Any model, called as ``model(*inputs)``; it may return nested tensors.
+        model: Any model, called as ``model(*inputs)``. It may return nested tensors.
         *inputs: A batch of several samples.
-        rtol: Largest change, relative to that of shuffling.
+        rtol: Largest change of the outputs, relative to that of shuffling.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     check_range("rtol", rtol, low=0.0, high=1.0)
     names = []
     with evaluating(model, batch_statistics=True):
@@ -187,9 +195,9 @@ def scale_invariant_weights(model: nn.Module, *inputs: Any, rtol: float = 0.01) 
         for name, weight in model.named_parameters():
             if weight.ndim < 2:
                 continue
-            # The control: the same entries at other places.
+            # The control: the same entries in another order.
             shuffled = weight.flatten().roll(1).view_as(weight)
-            # Doubled rather than halved: the epsilon of a normalisation then matters less.
+            # Doubled and not halved, so that the epsilon of a normalisation matters less.
             scaled = _change(before, _outputs(model, {name: 2.0 * weight}, inputs))
             control = _change(before, _outputs(model, {name: shuffled}, inputs))
             if control > 0 and is_below(scaled, rtol * control):
@@ -203,9 +211,9 @@ def effective_rates(
 ) -> dict[str, float]:
     r"""Return the effective learning rates :math:`\alpha / \|w\|^2` of scale-invariant weights.
 
-    If the outputs do not depend on the length of :math:`w`, its gradient is orthogonal to it and
-    inversely proportional to its length. This is then the learning rate of the direction of
-    :math:`w`.
+    If the outputs do not depend on the norm of :math:`w`, the gradient is orthogonal to :math:`w`
+    and inversely proportional to its norm. :math:`\alpha / \|w\|^2` is then the learning rate of
+    the direction :math:`w / \|w\|`.
 
     Args:
         model: Model with the weights.
@@ -215,8 +223,10 @@ def effective_rates(
     Reference: Hoffer et al., *Norm matters*, 2018; Granziol et al., *Beyond SGD: iterate
     averaged adaptive gradient methods*, section 3.2.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    check_optimizer(optimizer)
     weights = dict(model.named_parameters())
-    # By identity: tensors compare element by element.
+    # By identity, because tensors compare element by element.
     rates = {
         id(weight): learning_rate(group)
         for group in optimizer.param_groups
@@ -232,7 +242,7 @@ def effective_rates(
                 f"optimizer must update every weight in names, but it does not update {name!r}"
             )
         square = float(weight.abs().double().square().sum())
-        # A gradient step of a scale-invariant weight is orthogonal to it: alpha |g(w)| / |w|, and
+        # A step turns a scale-invariant weight by the angle alpha |g(w)| / |w|, where
         # |g(w)| = |g(w / |w|)| / |w|.
         effective[name] = rates[id(weight)] / square if square else math.inf
     return effective

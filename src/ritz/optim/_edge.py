@@ -1,4 +1,4 @@
-"""The edge of stability of an optimiser: the curvature above which its steps diverge."""
+"""`edge`: the edge of stability of an optimiser, the curvature above which its steps diverge."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +20,14 @@ PLAIN = (SGD, SpectralSGD)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    r"""When the steps of an optimiser diverge on a quadratic with the Hessian :math:`H`.
+    r"""The edge of stability of an optimiser on a quadratic loss with the Hessian :math:`H`.
 
-    They do if the largest eigenvalue of :math:`S (H + \Gamma) S` exceeds ``limit``.
+    Its steps diverge if the largest eigenvalue of :math:`S (H + \Gamma) S` exceeds ``limit``.
 
     Attributes:
         limit: :math:`(1 + \rho) / (1 - \tau)` for momentum; see :func:`edge`.
-        square: The diagonal of :math:`S^2`, ``(P,)``; one number if it is the same for all.
-        shift: The diagonal of :math:`\Gamma`, likewise: weight decay that is an L2 term.
+        square: The diagonal of :math:`S^2`, ``(P,)``, or one number if all entries are equal.
+        shift: The diagonal of :math:`\Gamma`, in the same form: weight decay as an L2 term.
     """
 
     limit: float
@@ -36,7 +36,7 @@ class Edge:
 
     @property
     def threshold(self) -> float | None:
-        r"""The threshold of the largest eigenvalue of :math:`H` itself, if there is one."""
+        r"""Threshold of the largest eigenvalue of :math:`H`; ``None`` if settings differ."""
         if isinstance(self.square, Tensor) or isinstance(self.shift, Tensor):
             return None
         return self.limit / self.square - self.shift
@@ -54,26 +54,27 @@ class Edge:
 def edge(optimizer: Optimizer, risk: Risk) -> Edge | None:
     r"""Return the edge of stability of an optimiser, or ``None`` if none is known in closed form.
 
-    Along an eigenvector, a step with momentum :math:`\rho` is a linear recurrence of second order.
-    It first becomes unstable where it has the root :math:`-1`, which gives, with decoupled weight
-    decay :math:`\gamma`, divisors :math:`D` and an L2 term :math:`\Gamma`,
+    Along an eigenvector, steps with momentum :math:`\rho` are a linear recurrence of second order.
+    It becomes unstable when its characteristic polynomial has the root :math:`-1`. With decoupled
+    weight decay :math:`\gamma`, divisors :math:`D` and an L2 term :math:`\Gamma`, it is stable for
 
     .. math:: S^2 = \frac{\alpha}{c\, D\, (2 - \alpha \gamma)}, \quad
         \lambda_1\big(S (H + \Gamma) S\big) < f
 
-    with :math:`f = (1 + \rho) / (1 - \tau)` for heavy-ball momentum with dampening :math:`\tau`,
-    :math:`(1 + \rho) / (1 + 2 \rho)` for Nesterov's, and :math:`(1 + \beta_1) / (1 - \beta_1)` for
-    Adam, whose learning rate its bias correction :math:`c = 1 - \beta_1^t` divides. For SGD it is
-    :math:`\lambda_1 < 2 f / \alpha`. All settings but momentum may differ between parameters.
+    The limit :math:`f` is :math:`(1 + \rho) / (1 - \tau)` for heavy-ball momentum with dampening
+    :math:`\tau`, :math:`(1 + \rho) / (1 + 2 \rho)` for Nesterov's momentum, and
+    :math:`(1 + \beta_1) / (1 - \beta_1)` for Adam. :math:`c = 1 - \beta_1^t` is the bias correction
+    of Adam, and 1 otherwise. For SGD the condition is :math:`\lambda_1 < 2 f / \alpha`. All
+    settings except momentum may differ between parameters.
 
-    Parameters whose gradients are roundoff are left out for Adam: for a network with batch norm,
-    measure in ``train`` mode, in which biases before a normalisation have none. There is no edge
-    for Lookahead, whose interpolation steadies steps that diverge, and for optimisers
-    that divide by a matrix, by another estimate or by the norm of the gradient.
+    For Adam, parameters whose gradients are pure roundoff are left out. For a network with batch
+    norm, pass a risk in ``train`` mode, in which biases before a normalisation have no gradient.
+    The edge is not known for Lookahead, whose interpolation stabilises diverging steps, and for
+    optimisers that divide by a matrix, by another estimate or by the norm of the gradient.
 
     Args:
-        optimizer: The optimiser, with its present settings and state.
-        risk: A risk of the model that it trains.
+        optimizer: The optimiser, with its current settings and state.
+        risk: A :class:`~ritz.Risk` of the model that it trains.
 
     Reference: *Spectral Machine Learning*, section 5.7; Cohen et al. (2022), *Adaptive gradient
     methods at the edge of stability*, for Adam.
@@ -107,7 +108,7 @@ def edge(optimizer: Optimizer, risk: Risk) -> Edge | None:
 
 
 def update_settings(optimizer: Optimizer, name: str = "") -> tuple[str, float, float]:
-    """Return the update of :func:`ritz.advise` that an optimiser makes, momentum and learning rate.
+    """Return the kind of update (as in :func:`ritz.advise`), the momentum and the learning rate.
 
     Args:
         optimizer: The optimiser.
@@ -151,7 +152,7 @@ def _columns(optimizer: Optimizer, risk: Risk) -> tuple[Tensor, Tensor] | None:
         betas, step = group.get("betas"), optimizer.state.get(p, {}).get("step")
         # The running mean of t gradients is divided by 1 - beta_1^t.
         rise = 1.0 if betas is None or step is None else 1 - float(betas[0]) ** float(step)
-        # Beyond a decay of 2 / alpha the weights diverge without any curvature.
+        # For a decay above 2 / alpha the weights diverge without any curvature.
         room = 2.0 if coupled else max(2.0 - rate * decay, 1e-12)
         square = rate / ((rise or 1.0) * room)
         squares.append(torch.full((p.numel(),), square, dtype=torch.float64))
@@ -162,17 +163,17 @@ def _columns(optimizer: Optimizer, risk: Risk) -> tuple[Tensor, Tensor] | None:
 def _beyond_roundoff(optimizer: Optimizer, risk: Risk) -> Tensor:
     """Return which parameters have gradients that are more than roundoff, ``(P,)``.
 
-    A bias before batch norm has no gradient but roundoff, which Adam divides by itself. Scaled by
-    as much, the roundoff of its products would be the largest eigenvalue.
+    The gradient of a bias before batch norm is pure roundoff, and Adam divides it by its own size.
+    With the same divisors, the roundoff of matrix-vector products would be the largest eigenvalue.
     """
     states = [optimizer.state[p] for p in _chosen(optimizer, risk)]
     squares = torch.cat([state["exp_avg_sq"].reshape(-1) for state in states])
-    # Roundoff of sums of a hundred terms or so, relative to the largest gradients.
+    # Roundoff of sums of about a hundred terms, relative to the largest gradients.
     limit = 100 * torch.finfo(squares.dtype).eps
     return (squares > limit**2 * squares.max()).to(risk.theta.device)
 
 
 def _uniform(values: Tensor) -> Tensor | float:
-    """Return the number that all entries are, or the entries."""
+    """Return a single number if all entries are equal, otherwise the entries."""
     first = float(values[0])
     return first if bool((values == first).all()) else values

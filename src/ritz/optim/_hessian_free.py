@@ -1,4 +1,4 @@
-"""``HessianFree``: a damped Newton step from matrix-vector products, solved anew for every step."""
+"""`HessianFree`: damped Newton steps by conjugate gradients, with a new system in every step."""
 
 import math
 from collections.abc import Callable
@@ -30,15 +30,15 @@ from ritz.spectra import NotPositiveDefiniteError, lanczos, solve
 class Tuning:
     """Constants of Martens (2010), section 4.4."""
 
-    # The run stops when the last k steps, k = max(10, i / 10) in step i, gained less than k times
-    # this share of the whole reduction.
+    # The iterations stop in iteration i if the last k = max(10, i / 10) of them gained less than
+    # k times this share of the total reduction.
     gain: float = 5e-4
     least: int = 10
     share: float = 0.1
 
 
 TUNING = Tuning()
-# One system is solved for all groups.
+# Settings that all groups share, because one system is solved for all of them.
 SHARED = ("delta", "max_steps", "decay", "adapt", "matrix")
 
 
@@ -50,24 +50,25 @@ class HessianFree(Optimizer):
         (G + \delta I)\, x = -g, \qquad w \leftarrow (1 - \alpha\gamma)\, w + \alpha x, \qquad
         \rho = \frac{L(w) - L(w + \alpha x)}{-(\alpha g^\top x + \alpha^2 x^\top G x / 2)}
 
-    with the Gauss-Newton matrix :math:`G` of the curvature batch. The iterations start from
-    :math:`\beta` times the last :math:`x` and stop when more of them gain little (Martens' rule),
-    or when the residual is the square root of machine precision. Then :math:`\delta` becomes
-    :math:`\frac32 \delta` for :math:`\rho < \frac14` and :math:`\frac23 \delta` for :math:`\rho >
-    \frac34` (Levenberg and Marquardt); the model in :math:`\rho` has no damping. A reduction that
-    roundoff of the loss hides leaves :math:`\delta` as it is. A system that roundoff makes
-    unsolvable raises it, without a step; with ``adapt=False`` it is an error.
+    :math:`G` is the Gauss-Newton matrix of the curvature batch. The iterations start from
+    :math:`\beta` times the last :math:`x`. They stop when further iterations gain little (Martens'
+    rule), or when the relative residual is the square root of machine precision.
 
-    The absolute Hessian :math:`|H|` has no product that is cheaper than its eigenvectors. So
-    ``matrix="hessian"`` runs Lanczos from :math:`g` instead, and the step is
-    :math:`-\|g\|\, V (|T| + \delta)^{-1} e_1` in its Krylov space: ``max_steps`` products, without
-    the last :math:`x` as a start.
+    **Damping.** After the step, :math:`\delta` becomes :math:`\frac32 \delta` for
+    :math:`\rho < \frac14` and :math:`\frac23 \delta` for :math:`\rho > \frac34` (Levenberg and
+    Marquardt). The quadratic model in :math:`\rho` has no damping. If the reduction is below the
+    roundoff of the loss, :math:`\delta` stays the same. If roundoff makes the system indefinite,
+    :math:`\delta` grows and no step is taken. With ``adapt=False`` this is an error.
 
-    :meth:`update_curvature` has to be called before every step, at the weights of the step;
-    :func:`ritz.training.fit` does. Cost of a step: one product per iteration, with ``ggn`` three
-    more, and two losses if the damping is adapted. Memory: seven vectors, with ``hessian`` also
-    ``max_steps`` more. The present :math:`\delta` and :math:`\rho` are ``group["delta"]`` and
-    ``group["ratio"]`` (``None`` if it is not known), the iterations of the last step
+    **Hessian.** Products with the absolute value :math:`|H|` would need its eigenvectors. Therefore
+    ``matrix="hessian"`` takes ``max_steps`` Lanczos steps from :math:`g`, and the step is
+    :math:`-\|g\|\, V (|T| + \delta)^{-1} e_1` in the Krylov space. The last :math:`x` is not used.
+
+    :meth:`update_curvature` must be called before every step, at the weights of the step, as
+    :func:`ritz.training.fit` does. Cost of a step: one product per iteration, three more with
+    ``ggn``, and two losses if the damping is adapted. Memory: seven vectors, and ``max_steps`` more
+    with ``hessian``. The current :math:`\delta` and :math:`\rho` are ``group["delta"]`` and
+    ``group["ratio"]`` (``None`` if it is not known). The number of iterations of the last step is
     ``group["num_iterations"]``.
 
     Args:
@@ -112,13 +113,13 @@ class HessianFree(Optimizer):
         self._params: dict[str, Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # The reduction that adapts the damping is that of a step with one learning rate.
+        # Adapting the damping compares losses after a step with a single learning rate.
         adapts = (self.param_groups or [self.defaults])[0]["adapt"]
         group = settings_of_group(self, param_group, (*SHARED, *["lr"] * bool(adapts)))
         settings = self.defaults | group
         for name in ("lr", "weight_decay"):
             check_setting(name, settings[name])
-        # Without damping the system may be singular.
+        # delta must be above 0, because without damping the system may be singular.
         check_setting("delta", settings["delta"], zero=False)
         check_count("max_steps", settings["max_steps"])
         check_range("decay", settings["decay"], low=0.0, high=1.0)
@@ -132,11 +133,11 @@ class HessianFree(Optimizer):
 
     @property
     def adapts_damping(self) -> bool:
-        """Whether this optimiser sets its own damping."""
+        """Whether the optimiser adapts the damping itself."""
         return bool(self.param_groups[0]["adapt"])
 
     def curvature_due(self, step: int) -> bool:
-        """Return true: every step needs the matrix at its own weights."""
+        """Return True, because every step needs the matrix at its own weights."""
         return True
 
     @torch.no_grad()
@@ -144,7 +145,7 @@ class HessianFree(Optimizer):
         r"""Set the matrix for the next step.
 
         Args:
-            risk: Loss on the curvature batch, which also measures :math:`\rho`.
+            risk: A :class:`~ritz.Risk` on the curvature batch. It also measures :math:`\rho`.
         """
         risk, self._params = optimizer_risk(self, risk)
         self._op = self._traced.operator(risk, self.param_groups[0]["matrix"])
@@ -162,17 +163,17 @@ class HessianFree(Optimizer):
             return loss
         # One flat vector in the order of the risk, whatever the order of the groups.
         params = list(self._params.values())
-        # A parameter without a gradient has none in the model of the loss either.
+        # A parameter without a gradient has a zero gradient in the quadratic model.
         gradient = torch.cat([grads.get(p, torch.zeros_like(p)).reshape(-1) for p in params])
         delta = float(group["delta"])
-        self._op = None  # the matrix of this point serves no other step
+        self._op = None  # the matrix is valid at these weights only
         try:
             solved = self._solve(op, gradient, delta)
         except (AsymmetryError, NotPositiveDefiniteError) as error:
             if not group["adapt"]:
                 raise ValueError(
                     f"delta must exceed the roundoff of the matrix, got {delta:.3g} with "
-                    "adapt=False: raise it, or use float64"
+                    "adapt=False: increase delta, or use float64"
                 ) from error
             solved = None
         if group["adapt"]:
@@ -192,20 +193,20 @@ class HessianFree(Optimizer):
         if len(rates) > 1:
             raise ValueError(f"lr must be the same in all groups with adapt=True, got {rates}")
         rate = rates.pop()
-        # The model promises -(alpha g'x + alpha^2 x'Gx / 2).
-        promised = -float(rate * (gradient @ solution + 0.5 * rate * curved))
-        return reduction_ratio(risk, risk.at(risk.theta + rate * solution), promised)
+        # The quadratic model predicts the reduction -(alpha g'x + alpha^2 x'Gx / 2).
+        predicted = -float(rate * (gradient @ solution + 0.5 * rate * curved))
+        return reduction_ratio(risk, risk.at(risk.theta + rate * solution), predicted)
 
     def _solve(
         self, op: CurvatureOperator, gradient: Tensor, delta: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the step and its quadratic form with the matrix without damping."""
+        r"""Return the step :math:`x` and the quadratic form :math:`x^\top G x` without damping."""
         group = self.param_groups[0]
         self._count(0)
         total = gradient.sum()
         if not bool(gradient.any()) or not bool(total.isfinite()):
-            # No step; or NaN in the weights, as other optimisers of torch leave it after such a
-            # gradient, from which a training loop sees that the run has diverged.
+            # Zero, or NaN. As with the optimisers of torch, a gradient with NaN leads to weights
+            # with NaN, which show a training loop that the run has diverged.
             return gradient * total, total
         if group["matrix"] == "hessian":
             return self._absolute(op, gradient, delta)
@@ -214,27 +215,27 @@ class HessianFree(Optimizer):
         if group["decay"] and all(part is not None for part in last):
             parts = [part.reshape(-1) for part in last if part is not None]
             start = group["decay"] * torch.cat(parts)
-        # The damping moves every eigenvalue by delta, so that the system is definite although G is
-        # only semi-definite.
+        # G is positive semi-definite, and the damping shifts all its eigenvalues by delta, so that
+        # the system is positive definite.
         damped = ShiftedOperator(op, delta)
         limits: Any = {"max_steps": group["max_steps"], "stop": MartensStop()}
         run = solve(damped, -gradient, initial=start, **limits)
         self._count(len(run.history) - 1)
-        # x'Gx is that of the model without damping, which is what the reduction is compared with.
+        # x'Gx without damping, for the quadratic model.
         return run.x, run.x @ (op @ run.x)
 
     def _absolute(
         self, op: CurvatureOperator, gradient: Tensor, delta: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the step in the Krylov space of the gradient, and its form with ``|H|``."""
+        """Return the step in the Krylov space of the gradient, and its quadratic form with |H|."""
         steps = min(self.param_groups[0]["max_steps"], op.shape[0])
-        # Of the damped matrix, whose products are symmetric to roundoff of delta, too.
+        # Lanczos on the damped matrix: roundoff below delta is then no asymmetry.
         damped = ShiftedOperator(op, delta)
         run = lanczos(damped, num_steps=steps, start=gradient, vectors=True)
         self._count(run.num_products)
         vectors: Any = run.vectors
         sizes = (run.values - delta).abs().to(vectors)
-        # U'g = |g| e_1 in the basis of Ritz vectors, up to roundoff; all of g is in the span.
+        # g is in the span of the Ritz vectors, since Lanczos starts from g.
         parts = -(vectors.T @ gradient) / (sizes + delta)
         return vectors @ parts, parts @ (sizes * parts)
 
@@ -257,7 +258,7 @@ class HessianFree(Optimizer):
 
 @final
 class MartensStop:
-    r"""Whether conjugate gradients gain too little, by the quadratic form after each step.
+    r"""Stop conjugate gradients when the quadratic form :math:`\phi_i` decreases too little.
 
     .. math:: \phi_i < 0, \quad \frac{\phi_i - \phi_{i-k}}{\phi_i} < k \epsilon, \quad
         k = \max(10, i / 10), \quad \epsilon = 5 \cdot 10^{-4}
@@ -267,7 +268,7 @@ class MartensStop:
         self.forms: list[float] = []
 
     def __call__(self, forms: Tensor) -> bool:
-        """Take the form of the only column, and return whether to stop."""
+        """Take the quadratic form of the single column, and return whether to stop."""
         self.forms.append(float(forms[0]))
         now, done = self.forms[-1], len(self.forms)
         back = max(TUNING.least, math.ceil(TUNING.share * done))

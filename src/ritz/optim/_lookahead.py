@@ -1,4 +1,4 @@
-"""Lookahead: slow weights that follow those of any optimiser."""
+"""`Lookahead`: slow weights around any optimiser."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ritz._core.checks import check_count, check_range
 from ritz._core.params import check_optimizer
 from ritz.optim._averaging import move
-from ritz.optim._companions import NEVER, Companions, StateDict, local
+from ritz.optim._state import NEVER, StateDict, StateTensors, local
 
 SETTINGS = ("optimizer", "k", "alpha", "planned")
 
@@ -20,15 +20,16 @@ SETTINGS = ("optimizer", "k", "alpha", "planned")
 class Lookahead(Optimizer):
     r"""Slow weights :math:`\phi` around any optimiser of the fast weights :math:`\theta`.
 
-    From :math:`\phi_0 = \theta_0`, the weights before the first step, after every :math:`k` steps
+    The slow weights start as :math:`\phi_0 = \theta_0`, the weights before the first step. After
+    every :math:`k` steps
 
     .. math:: \phi \leftarrow \phi + \alpha (\theta - \phi), \qquad \theta \leftarrow \phi.
 
     It is an optimiser: schedulers, gradient scalers, hooks, ``zero_grad`` and ``add_param_group``
-    work. ``state_dict()`` is that of the inner optimiser, which holds the slow weights as
-    ``state[p]["slow"]`` (float32 for half-precision weights) and, updated by ``state_dict()``,
-    ``"slow_step"`` (steps taken) and ``"slow_stop"``. Calling ``step()`` of the inner optimiser has
-    the same effect as calling it here.
+    work. ``state_dict()`` is that of the inner optimiser. It contains the slow weights as
+    ``state[p]["slow"]`` (float32 for half-precision weights), the number of steps as
+    ``"slow_step"``, and ``"slow_stop"``. Calling ``step()`` of the inner optimiser has the same
+    effect as calling it here.
 
     To combine it with averaging (Gadam + Lookahead), stop it when the average starts::
 
@@ -42,10 +43,10 @@ class Lookahead(Optimizer):
 
     Args:
         optimizer: The inner optimiser.
-        k: Steps from one synchronisation to the next.
+        k: Number of steps between two updates of the slow weights.
         alpha: Step size :math:`\alpha` of the slow weights.
-        until: Lookahead is switched off from this step on, counted from one. Defaults to never,
-            unless :meth:`stop` is called.
+        until: First step without Lookahead, counted from one. Defaults to never, unless
+            :meth:`stop` is called.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class Lookahead(Optimizer):
             after(self, args, kwargs)
         return loss
 
-    # torch then leaves this step as it is. Its wrapper would run the global hooks, which the step
-    # of the inner optimiser runs already.
+    # Prevents torch from wrapping this method. The wrapper would run the global hooks, which the
+    # step of the inner optimiser runs already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -118,26 +119,26 @@ class Lookahead(Optimizer):
         for name in SETTINGS:
             setattr(self, name, state[name])
         self._attach()
-        # Copying loses hooks: continue with the slow weights in the state of the copy.
+        # A copy has no hooks. Continue with the slow weights in its state.
         self._slow.adopt(self.optimizer, state["numbers"])
 
     def _attach(self) -> None:
-        # Creates the tables of hooks without registering the parameters a second time.
+        # Create the hook tables of an Optimizer without registering the parameters again.
         super().__setstate__({})
         numbers = {"step": 0, "stop": NEVER}
-        self._slow = Companions(self.optimizer, key="slow", numbers=numbers)
+        self._slow = StateTensors(self.optimizer, key="slow", numbers=numbers)
         self.optimizer.register_step_pre_hook(torch.compiler.disable(self._before_inner))
         self.optimizer.register_step_post_hook(torch.compiler.disable(self._after_inner))
 
     def _before_inner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._slow.before_step(optimizer)
-        # phi_0 = theta_0: weights may have been loaded since the slow ones were allocated.
+        # phi_0 = theta_0. Weights may have been loaded since the slow ones were allocated.
         if self._slow.numbers["step"] == 0:
             self._slow.copy_weights()
 
     def _after_inner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._slow.after_step(optimizer)
-        # Set by a gradient scaler for fused optimisers: such a step changed nothing.
+        # Set by a gradient scaler for fused optimisers. A skipped step is not counted.
         found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
         if self._slow.initialising or (found_inf is not None and bool(found_inf > 0)):
             return

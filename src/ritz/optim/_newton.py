@@ -1,4 +1,4 @@
-"""``LanczosNewton``: damped Newton steps in the span of Ritz vectors, gradient steps beside it."""
+"""`LanczosNewton`: damped Newton steps along Ritz vectors, gradient steps orthogonal to them."""
 
 from collections.abc import Callable
 from typing import Any, Literal, final, get_args
@@ -27,7 +27,7 @@ from ritz.optim._curvature import (
 from ritz.spectra import lanczos
 
 Start = Literal["basis", "gradient", "random"]
-# One matrix has one basis, and one damping makes its inverse.
+# Settings that all groups share, because there is one matrix with one damping.
 SHARED = ("delta", "eta", "num_steps", "interval", "matrix", "start", "seed")
 
 
@@ -39,29 +39,29 @@ class LanczosNewton(Optimizer):
         w \leftarrow (1 - \alpha\gamma)\, w - \alpha \Big[ \sum_{i=1}^k \Big( \frac{1}
         {\eta |\lambda_i| + \delta} - \frac1\delta \Big) u_i u_i^\top g + \frac g\delta \Big]
 
-    with the Ritz pairs :math:`(\lambda_i, u_i)` of :math:`k` Lanczos steps on the Hessian, the
-    Gauss-Newton or a Fisher matrix. For converged pairs this is
-    :math:`-\alpha (|H| + \delta)^{-1} g` if the eigenvalues that were not found are small beside
-    :math:`\delta`. :math:`\eta > 1` slows the sharp directions down (LOPT[:math:`\eta`]). With
-    momentum :math:`\rho` the bracket is added to a buffer, :math:`b \leftarrow \rho b + [\cdot]`.
+    :math:`(\lambda_i, u_i)` are the Ritz pairs of :math:`k` Lanczos steps with the Hessian, the
+    Gauss-Newton or a Fisher matrix. If the pairs have converged and the other eigenvalues are small
+    compared with :math:`\delta`, the step is :math:`-\alpha (|H| + \delta)^{-1} g`.
+    :math:`\eta > 1` makes steps along sharp directions smaller (LOPT[:math:`\eta`]). With momentum
+    :math:`\rho` the bracket is added to a buffer, :math:`b \leftarrow \rho b + [\cdot]`.
 
     The pairs are measured every ``interval`` steps by :meth:`update_curvature`, which
-    :func:`ritz.training.fit` calls; see :class:`CurvatureOptimizer` for your own loop. The last
-    pairs stay where roundoff exceeds the curvature, as near a loss of zero in float32.
+    :func:`ritz.training.fit` calls. See :class:`CurvatureOptimizer` for your own training loop. The
+    last pairs are kept if roundoff exceeds the curvature, as near a loss of zero in float32.
 
     ============  ===============================================================================
     ``start``     start vector of a refresh
     ============  ===============================================================================
-    ``basis``     the last Ritz vectors, weighted by :math:`|\lambda_i|`, and random at first: the
-                  sharp directions change slowly, and the run finds them again in fewer steps
-    ``gradient``  the gradient on the curvature batch, which costs one gradient: the step for this
+    ``basis``     the last Ritz vectors, weighted by :math:`|\lambda_i|`; random at first. The sharp
+                  directions change slowly, so that Lanczos finds them again in fewer steps.
+    ``gradient``  the gradient on the curvature batch, which costs one gradient. The step for this
                   gradient is accurate long before the pairs have converged, as in conjugate
-                  gradients; steps for other gradients gain nothing
+                  gradients. Steps for other gradients do not become more accurate.
     ``random``    a Gaussian vector
     ============  ===============================================================================
 
     Cost of a refresh: :math:`k` products, and about two gradients to prepare them. A step reads
-    the basis five times. Memory: :math:`k` vectors, and as many again during a refresh. The basis
+    the basis five times. Memory: :math:`k` vectors, and twice as many during a refresh. The basis
     is in ``state``, so that a resumed run takes the same steps.
 
     Args:
@@ -109,7 +109,7 @@ class LanczosNewton(Optimizer):
         settings = self.defaults | group
         for name in ("lr", "eta", "momentum", "weight_decay"):
             check_setting(name, settings[name])
-        # Flat directions have no other curvature.
+        # delta must be above 0, because flat directions have no other curvature.
         check_setting("delta", settings["delta"], zero=False)
         check_count("num_steps", settings["num_steps"])
         check_count("interval", settings["interval"])
@@ -123,20 +123,20 @@ class LanczosNewton(Optimizer):
         self._traced = TracedMatrix()
         for entry in self.state.values():
             if "basis" in entry:
-                # Tensors of a file may lie anywhere in memory, and sums over vectors are rounded
-                # by their alignment. A copy has the alignment of the original.
+                # The rounding of sums depends on the alignment in memory, which tensors from a file
+                # may lack. A copy is aligned like the original.
                 entry["basis"] = entry["basis"].clone()
 
     def curvature_due(self, step: int) -> bool:
-        """Return whether the pairs are to be refreshed before a step; see the protocol."""
+        """Return whether the Ritz pairs must be measured before a step."""
         return is_refresh_due(self, step)
 
     @torch.no_grad()
     def update_curvature(self, risk: Risk) -> None:
-        """Measure the Ritz pairs at the current weights, from the last ones.
+        """Measure the Ritz pairs at the current weights.
 
         Args:
-            risk: Loss on the curvature batch.
+            risk: A :class:`~ritz.Risk` on the curvature batch.
         """
         op, params, generator = self._traced.refresh(self, risk)
         count = min(self.param_groups[0]["num_steps"], op.shape[0])
@@ -146,8 +146,8 @@ class LanczosNewton(Optimizer):
             require_measurement(self, all("basis" in self.state[p] for p in params.values()), error)
             return
         place = 0
-        # Stored by parameter, so that state_dict() and a move to another device treat it as
-        # torch treats the momentum.
+        # Stored by parameter, so that state_dict() and load_state_dict() treat the basis like
+        # momentum.
         for p in params.values():
             # Rows of the basis in the shape of the parameter: (k, *shape).
             rows = vectors[place : place + p.numel()].T
@@ -169,24 +169,23 @@ class LanczosNewton(Optimizer):
     def _directions(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         r"""Return :math:`U (\eta |\Lambda| + \delta)^{-1} U^\top g + (g - U U^\top g)/\delta`.
 
-        This is the bracket. Its coefficients :math:`-\eta|\lambda| / (\delta (\eta|\lambda| +
-        \delta))` do not cancel, but their sum with :math:`1/\delta` would for tiny :math:`\delta`.
+        This equals the bracket of the class docstring. There, the two terms with :math:`1/\delta`
+        would cancel for small :math:`\delta`.
         """
         group = self.param_groups[0]
         params = [p for p in parameters(self) if "basis" in self.state.get(p, {})]
         rows = {p: self.state[p]["basis"].flatten(1) for p in params}
-        # A parameter without a gradient does not move. It has zeros here, since the basis is
-        # orthonormal over all parameters together.
+        # A parameter without a gradient has zeros here, since the basis is orthonormal over all
+        # parameters together. It does not move.
         rest = {p: grads.get(p, torch.zeros_like(p)).detach().flatten().clone() for p in params}
         inside: Any = 0.0
-        # Twice is enough: what roundoff leaves of g in the span would be divided by delta.
+        # Twice, because what roundoff leaves of g in the span would be divided by delta.
         for _ in range(2):
             part: Any = sum(rows[p] @ rest[p] for p in params)
             inside = inside + part
             for p in params:
                 rest[p] -= part @ rows[p]
-        # 1 / (eta |lambda| + delta) inside the span and 1 / delta beside it: the bracket without
-        # the difference of large numbers in its printed form.
+        # 1 / (eta |lambda| + delta) inside the span, and 1 / delta orthogonal to it.
         delta = float(group["delta"])
         sizes = torch.tensor(group["ritz_values"], dtype=torch.float64).abs() * group["eta"] + delta
         inside = inside / sizes.to(inside)
@@ -206,7 +205,7 @@ class LanczosNewton(Optimizer):
             start = op.risk.gradient()
         elif kind == "basis" and all("basis" in self.state[p] for p in params.values()):
             weights = torch.tensor(values, dtype=op.dtype, device=op.device).abs()
-            # sum_i |lambda_i| u_i: the sharpest directions, which matter most, come first.
+            # sum_i |lambda_i| u_i: the sharpest directions have the largest weights.
             start = torch.cat(
                 [weights @ self.state[p]["basis"].flatten(1) for p in params.values()]
             )
@@ -221,8 +220,8 @@ def ritz_pairs(
 ) -> tuple[Tensor, Tensor]:
     """Return up to ``count`` Ritz values and vectors ``(n, k)`` from ``count`` products.
 
-    A Krylov space holds one vector of each eigenspace. If it is exhausted before, another run goes
-    on beside it, unless nothing but roundoff is left there.
+    A Krylov space contains one vector of each eigenspace. If it is exhausted after fewer products,
+    another Lanczos run continues in its orthogonal complement, unless only roundoff is left there.
     """
     values = torch.empty(0, dtype=torch.float64)
     vectors = torch.empty(op.shape[0], 0, dtype=op.dtype, device=op.device)
@@ -234,13 +233,13 @@ def ritz_pairs(
         vectors = torch.cat([vectors, run.vectors], 1)  # type: ignore[list-item]
         if run.status.outcome != "breakdown" or len(values) == count:
             return values, vectors
-        # The span is invariant: other vectors of repeated eigenvalues lie beside it.
+        # The span is invariant. Other vectors of repeated eigenvalues are orthogonal to it.
         inner = DeflatedOperator(op, vectors)
         start = torch.randn(op.shape[0], generator=generator, dtype=torch.float64).to(vectors)
-        # Twice is enough: once leaves roundoff times the part that was removed.
+        # Twice, because once leaves roundoff times the part that was removed.
         for _ in range(2):
             start = start - vectors @ (vectors.T @ start)
-        # Products with the whole matrix leave its roundoff in what remains of it.
+        # Products with the deflated matrix contain the roundoff of the whole matrix.
         noise = torch.finfo(op.dtype).eps ** 0.5 * float(values.abs().max())
         if not float((inner @ start).norm()) > noise * float(start.norm()):
             return values, vectors

@@ -1,4 +1,4 @@
-"""Published settings of optimisers and of their training, by name."""
+"""Presets: published settings of optimisers and of training, by name."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from ritz._core.checks import check_count
 from ritz._core.registry import Registry
 from ritz.optim._adaptive import DampedAdamW, Gadam, GadamX, Padam
-from ritz.optim._averaging import IterateAverage
+from ritz.optim._averaging import swa
 from ritz.optim._kfac import KFAC
 from ritz.optim._newton import LanczosNewton
 from ritz.optim._spectral import SpectralSGD
@@ -26,12 +26,11 @@ class Preset:
     Attributes:
         optimizer: Class of the optimiser.
         epochs: Length of training.
-        average_from: First epoch, counted from one, that is averaged; the weights are averaged once
+        average_from: First epoch that is averaged, counted from one. The weights are averaged once
             per epoch. None without averaging.
         source: Where the settings were published.
-        settings: Keywords of the optimiser, read-only.
-        training: Options of :func:`ritz.training.fit` beside them, read-only: batch size, schedule
-            and so on.
+        settings: Keyword arguments of the optimiser, read-only.
+        training: Options of :func:`ritz.training.fit`, read-only, such as batch size and schedule.
     """
 
     optimizer: Callable[..., Optimizer]
@@ -61,16 +60,16 @@ def from_preset(
 ) -> Optimizer:
     """Return an optimiser with published settings.
 
-    :func:`ritz.training.preset_config` has the schedule, the batch size and so on as well.
-
     If the published run averaged its weights, the optimiser averages once per epoch.
+    :func:`ritz.training.preset_config` also has the schedule, the batch size and other options of
+    training.
 
     Args:
         name: ``optimiser/network/data``; :func:`preset_names` lists them.
-        params: Parameters or groups of them; for K-FAC the model.
+        params: Parameters or groups of them. For K-FAC, the model.
         steps_per_epoch: Optimiser steps per epoch, needed for presets with averaging. With None,
             call ``optimizer.average.restart()`` to start the average.
-        **changes: Keywords of the optimiser, which take precedence over the published ones.
+        **changes: Keyword arguments of the optimiser that replace the published ones.
     """
     chosen = preset(name)
     settings = dict(chosen.settings)
@@ -78,39 +77,12 @@ def from_preset(
         steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch)
         takes = inspect.signature(chosen.optimizer).parameters
         if {"start", "interval"} <= takes.keys() and chosen.average_from is not None:
-            # The average begins with the weights at the end of the epoch before.
+            # The average begins with the weights at the end of the previous epoch.
             settings["start"] = (chosen.average_from - 1) * steps_per_epoch + 1
             settings["interval"] = steps_per_epoch
         elif chosen.optimizer is SpectralSGD:
             settings["interval"] = 20 * steps_per_epoch  # "every 20 epochs"
     return chosen.optimizer(params, **(settings | changes))
-
-
-def swa(
-    params: ParamsT,
-    *,
-    lr: float = 0.1,
-    momentum: float = 0.9,
-    start: int | None = None,
-    interval: int = 1,
-    **settings: Any,
-) -> SGD:
-    """Return SGD with the tail average of its iterates as ``.average``.
-
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate.
-        momentum: Momentum.
-        start: First step of the average, as in :class:`IterateAverage`.
-        interval: Steps between weights that enter the average.
-        **settings: Other keywords of ``torch.optim.SGD``.
-
-    Reference: Izmailov et al. (2018), *Averaging weights leads to wider optima*.
-    """
-    optimizer: Any = SGD(params, lr=lr, momentum=momentum, **settings)
-    optimizer.average = IterateAverage(optimizer, start=start, interval=interval)
-    averaged: SGD = optimizer
-    return averaged
 
 
 _PRESETS: Registry[Preset] = Registry("preset")
@@ -119,22 +91,22 @@ _PRESETS: Registry[Preset] = Registry("preset")
 def _add(
     name: str, *entry: Any, training: Mapping[str, Any] | None = None, **settings: Any
 ) -> None:
-    # The optimiser, epochs, first averaged epoch and source, in the order of Preset.
+    # ``entry``: optimiser, epochs, first averaged epoch and source, in the order of Preset.
     make: Any = Preset
     options = MappingProxyType(dict(training or {}))
     _PRESETS.register(name)(make(*entry, MappingProxyType(settings), options))
 
 
-# Appendix B.2 of the Gadam paper: batches of 128 and equations 12 and 13.
+# Appendix B.2 of the Gadam paper: batch size 128, and the schedule of equations 12 and 13.
 LINEAR = {"batch_size": 128, "schedule": "linear"}
-# Appendix E.1 of the paper on covariance noise: warm-up, and division by 10.
+# Appendix E.1 of the paper on covariance noise: warm-up, then division by 10 at the milestones.
 LARGE = {
     "batch_size": 4096, "ghost_batch": 128, "schedule": "step", "milestones": (100, 150),
     "warmup": 10,
 }  # fmt: skip
-# With an average, wide residual networks follow equation 12 up to its start.
+# With an average, the schedule of wide residual networks is equation 12 until the average starts.
 HELD = {"batch_size": 128, "schedule": "linear_held"}
-# Those of the code base, appendix B.3.
+# Settings of the code base of the paper, appendix B.3.
 PTB = {
     "batch_size": 20, "clip_norm": 0.25, "random_segments": True, "activation_penalty": 2.0,
     "change_penalty": 1.0,
@@ -142,7 +114,7 @@ PTB = {
 PTB_STEPS = PTB | {"schedule": "step", "milestones": (100, 150)}
 NOISE = {"noise": "diagonal", "noise_batch": 128, "noise_until": 0.25}
 
-# Sources that several settings share, and a remark on what is missing in them.
+# Sources of several presets, and a remark on a missing setting.
 GADAM = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
 NO_DECAY = "; the paper does not give the weight decay, so this is the default"
 GAP = "Granziol et al. (2020), Explaining the adaptive generalisation gap, "

@@ -1,4 +1,4 @@
-"""Reading a step: its gradient, update, decay and effective learning rates along eigenvectors."""
+"""`read_step` and `StepReader`: gradient, update and learning rates along eigenvectors."""
 
 import math
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature import optimizer_risk
 
-# Names of optimisers whose weight decay is not a term of the gradient.
+# Parts of class names of torch optimisers whose weight decay is decoupled.
 DECOUPLED = ("AdamW", "Adafactor", "Muon")
 
 
@@ -32,12 +32,12 @@ class StepReading:
         rates: Effective learning rates :math:`-\text{update}_i / \text{gradient}_i`, ``(k,)``.
         flat_rate: Effective learning rate :math:`-\Delta_\perp^\top g_\perp / \|g_\perp\|^2`, from
             the parts of update and gradient that are orthogonal to all eigenvectors.
-        curvature_ratio: Estimated-curvature ratio :math:`R`: ``flat_rate`` over the learning rate
-            along the eigenvector of the largest eigenvalue. 1 for SGD;
+        curvature_ratio: Estimated-curvature ratio :math:`R`: ``flat_rate`` divided by the learning
+            rate along the eigenvector of the largest eigenvalue. It is 1 for SGD and
             :math:`(\lambda_1 + \delta)/\delta` for a damped Newton step.
-        turn: :math:`u_i^\top (\hat w_{t+1} - \hat w_t)` of the directions :math:`\hat w = w/\|w\|`,
-            ``(k,)``: the part of the step that a network invariant to the scale of
-            :math:`w` responds to.
+        turn: :math:`u_i^\top (\hat w_{t+1} - \hat w_t)` with the directions
+            :math:`\hat w = w/\|w\|`, ``(k,)``. It is the part of the step that matters if the
+            outputs do not depend on :math:`\|w\|`.
     """
 
     values: Tensor
@@ -51,7 +51,8 @@ class StepReading:
 
     def __str__(self) -> str:
         lines = [
-            f"R = {self.curvature_ratio:.4g}, rate beside the eigenvectors {self.flat_rate:.4g}",
+            f"R = {self.curvature_ratio:.4g}, rate orthogonal to these eigenvectors "
+            f"{self.flat_rate:.4g}",
             f"  {'eigenvalue':>11}  {'gradient':>10}  {'update':>10}  {'decay':>10}  {'rate':>10}",
         ]
         columns = (self.values, self.gradient, self.update, self.decay, self.rates)
@@ -68,7 +69,7 @@ def read_step(
     after: Tensor,
     decay: Tensor | None = None,
 ) -> StepReading:
-    r"""Return a step in the basis of some eigenvectors.
+    r"""Return gradient, update, decay and effective learning rates of a step along eigenvectors.
 
     .. math:: w_{t+1} = \sum_i (1 - \gamma \alpha_i)\, u_i u_i^\top w_t
         - \sum_i \alpha_i\, u_i u_i^\top g
@@ -79,7 +80,7 @@ def read_step(
         values: Eigenvalues, ``(k,)``, ascending.
         vectors: Orthonormal eigenvectors as columns, ``(P, k)``, such as those of
             :func:`ritz.eigenpairs`.
-        gradient: The gradient :math:`g` that the step followed, ``(P,)``.
+        gradient: The gradient :math:`g` of the step, ``(P,)``.
         before: Weights :math:`w_t`, ``(P,)``.
         after: Weights :math:`w_{t+1}`, ``(P,)``.
         decay: The part of the step that is weight decay, ``(P,)``. Defaults to zero.
@@ -88,24 +89,27 @@ def read_step(
     11; Granziol, *Spectral Machine Learning*, equations 6.7 and 6.8.
     """
     check_finite("vectors", vectors)
-    rows: dict[str, Any] = {"gradient": gradient, "before": before, "after": after}
-    for name, vector in rows.items():
-        check_tensor(name, vector, dtype=vectors.dtype, device=vectors.device, rows=len(vectors))
     decay = torch.zeros_like(before) if decay is None else decay
-    # w_{t+1} - w_t = - sum_i alpha_i u_i u_i' g, without what the decay has done.
+    rows: dict[str, Any] = {"gradient": gradient, "before": before, "after": after, "decay": decay}
+    kind: Any = {"dtype": vectors.dtype, "device": vectors.device, "rows": len(vectors)}
+    for name, vector in rows.items():
+        check_tensor(name, vector, **kind, like="vectors")
+    if values.shape != vectors.shape[1:]:
+        raise ValueError(f"values must be ({vectors.shape[1]},), got {tuple(values.shape)}")
+    # w_{t+1} - w_t = - sum_i alpha_i u_i u_i' g, without the decay.
     update = after - before - decay
     along = {"gradient": gradient, "update": update, "decay": decay}
     inside = {name: vectors.T @ vector for name, vector in along.items()}
-    # The parts beside the eigenvectors.
+    # The parts orthogonal to the eigenvectors.
     g, d = (along[name] - vectors @ inside[name] for name in ("gradient", "update"))
-    # Beside the eigenvectors there is one learning rate, that of least squares: alpha = -d'g / g'g.
+    # Their learning rate by least squares: alpha = -d'g / g'g.
     square = float(g.double().square().sum())
     flat = -float(d.double() @ g.double()) / square if square else math.nan
     parts = {name: part.double().cpu() for name, part in inside.items()}
     # Equation 11: alpha_i = - u_i'(w_{t+1} - w_t) / u_i'g.
     rates = -parts["update"] / parts["gradient"]
     sharp = float(rates[values.argmax()])
-    # The direction of the weights is what counts for layers before a normalisation.
+    # Layers before a normalisation depend on the direction of the weights alone.
     turn = vectors.T @ (after / after.norm() - before / before.norm())
     return StepReading(
         values=values.double().cpu(),
@@ -119,7 +123,7 @@ def read_step(
 
 @final
 class StepReader:
-    r"""Reads the last step of any optimiser in the eigenvectors of its curvature.
+    r"""Read the last step of any optimiser along eigenvectors of the curvature.
 
     It copies the weights before each step (one vector), and reads gradients and weights after it::
 
@@ -132,13 +136,13 @@ class StepReader:
                 pairs = ritz.eigenpairs(ritz.hessian(risk), largest=10)
                 print(reader.read(risk, pairs.values, pairs.vectors))
 
-    The learning rates are the update over the gradient of this step; with momentum, the update has
-    earlier gradients in it. Weight decay is split off. If it is decoupled, it is
-    :math:`-\alpha\gamma w`. An L2 term goes through the preconditioner with the gradient, so it has
-    the share of :math:`\gamma u_i^\top w` in :math:`u_i^\top (g + \gamma w)` of the update.
+    The learning rates are the update divided by the gradient of this step. With momentum, the
+    update contains earlier gradients too. Weight decay is reported separately. Decoupled decay is
+    :math:`-\alpha\gamma w`. An L2 term is preconditioned together with the gradient, so its part of
+    the update is the fraction :math:`\gamma u_i^\top w / u_i^\top (g + \gamma w)`.
 
     Args:
-        optimizer: Any optimiser; a hook is registered with it.
+        optimizer: Any optimiser. A hook is registered with it.
 
     Attributes:
         before: The weights before the last step, by parameter.
@@ -156,10 +160,10 @@ class StepReader:
 
     @torch.no_grad()
     def weights_before(self, risk: Risk) -> Tensor | None:
-        """Return the weights before the last step, ``(P,)``; ``None`` if there was none.
+        """Return the weights before the last step, ``(P,)``. ``None`` if there was none.
 
         Args:
-            risk: A risk of the model, which says in which order the parameters are.
+            risk: A :class:`~ritz.Risk` of the model, for the order of the parameters.
         """
         if not self.before:
             return None
@@ -170,10 +174,10 @@ class StepReader:
 
     @torch.no_grad()
     def read(self, risk: Risk, values: Tensor, vectors: Tensor) -> StepReading | None:
-        """Return the reading of the last step; ``None`` if there was none.
+        """Return the reading of the last step. ``None`` if there was none.
 
         Args:
-            risk: A risk of the model, which says in which order the parameters are.
+            risk: A :class:`~ritz.Risk` of the model, for the order of the parameters.
             values: Eigenvalues, ``(k,)``, ascending.
             vectors: Eigenvectors as columns, ``(P, k)``.
         """
@@ -204,7 +208,7 @@ class StepReader:
         return _split_decay(reading, (vectors.T @ coupled).double().cpu())
 
     def note(self) -> None:
-        """Note the current weights, as before a step."""
+        """Store the current weights as those before the next step."""
         for p in parameters(self.optimizer):
             if p.requires_grad:
                 self.before[p] = p.detach().clone()
@@ -218,29 +222,29 @@ def _joined(parts: Iterable[Tensor]) -> Tensor:
 
 
 def learning_rate(group: dict[str, Any]) -> float:
-    """Return the learning rate of a group, 0 if it has none yet."""
-    # The lr of SpectralSGD is a factor on the rate that it measures, None at first.
+    """Return the learning rate of a group. 0 if SpectralSGD has not measured it yet."""
+    # The lr of SpectralSGD is a factor of the measured rate, which is None at first.
     return float(group.get("lr", 0.0)) * (group.get("rate", 1.0) or 0.0)
 
 
 def decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Return whether weight decay is applied beside the gradient."""
+    """Return whether weight decay is decoupled from the gradient."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner  # inside Lookahead
     if isinstance(optimizer, SGD):  # also with noise, in this package
         return False
-    # torch.optim.RMSprop and Adagrad add an L2 term; the other optimisers of this package never do.
+    # torch.optim.RMSprop and Adagrad add an L2 term. The other optimisers of ritz never do.
     kind = type(optimizer)
     return kind.__module__.startswith("ritz.") or any(name in kind.__name__ for name in DECOUPLED)
 
 
 def _split_decay(reading: StepReading, coupled: Tensor) -> StepReading:
-    """Return a reading with the L2 term, which is in its gradient, as a decay."""
+    """Return a reading with the L2 term moved from the gradient and the update to the decay."""
     if not bool(coupled.any()):
         return reading
-    # The rate is that of g + gamma w; gamma w takes its share of the update.
+    # The rate belongs to g + gamma w, so the part of gamma w in the update is -rate gamma w.
     decay = -reading.rates * coupled
     return replace(
         reading,

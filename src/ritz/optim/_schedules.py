@@ -1,7 +1,7 @@
 """Schedules of the learning rate, or of any other setting of an optimiser.
 
-A shape is a function from the number of steps done to the factor on the initial value. Steps are
-calls of ``step()``: call it once per epoch, or once per step of the optimiser::
+A shape is a function from the number of steps done to a factor of the initial value. A step is a
+call of ``step()``. Call it once per epoch, or once per step of the optimiser::
 
     rate = Schedule(optimizer, warmup(5, then=linear_decay(200)))
     damping = GroupSchedule(optimizer, linear_decay(200), key="delta")
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ritz._core.checks import check_count, check_range
+from ritz._core.checks import check_count, check_range, check_type
 from ritz._core.params import check_optimizer
 
 Shape: TypeAlias = Callable[[int], float]
@@ -37,7 +37,8 @@ def linear_decay(
     r"""Return a shape that is constant, then falls linearly, then is constant again.
 
     .. math:: \frac{\alpha_t}{\alpha_0} = 1 \; \Big(\frac tT \le h\Big), \quad
-        1 - (1 - r) \frac{t/T - h}{u - h} \; \Big(h < \frac tT \le u\Big), \quad r \text{ after it}
+        1 - (1 - r) \frac{t/T - h}{u - h} \; \Big(h < \frac tT \le u\Big), \quad
+        r \; \Big(\frac tT > u\Big)
 
     Args:
         num_steps: Number of steps :math:`T` of the schedule.
@@ -53,10 +54,10 @@ def linear_decay(
 
 
 def averaging_decay(start: int, *, final: float = 0.5) -> Shape:
-    r"""Return :func:`linear_decay` until averaging begins, and a constant from then on.
+    r"""Return :func:`linear_decay` until averaging begins, and a constant afterwards.
 
-    The learning rate during averaging stays large, :math:`\alpha_\text{avg} = \alpha_0 / 2`, so
-    that the averaged iterates keep exploring.
+    During averaging the learning rate stays large, :math:`\alpha_\text{avg} = \alpha_0 / 2` by
+    default, so that the averaged iterates differ.
 
     Args:
         start: Step :math:`T_\text{avg}` at which averaging begins.
@@ -67,16 +68,17 @@ def averaging_decay(start: int, *, final: float = 0.5) -> Shape:
 
 
 def held_from(start: int, shape: Shape) -> Shape:
-    """Return a shape that is constant from a given step on.
+    """Return a shape that keeps its value from a given step on.
 
     Args:
         start: First step of the constant part.
-        shape: Shape before it.
+        shape: Shape up to this step.
 
     Reference: Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, appendix
-    B.2: wide residual networks decay as without an average until it starts.
+    B.2: the learning rate of wide residual networks decays until averaging starts.
     """
     start = check_count("start", start, low=0)
+    check_type("shape", shape, Callable, "a function of the steps done")
     return partial(_held, start, shape)
 
 
@@ -84,9 +86,10 @@ def step_decay(milestones: Iterable[int], *, factor: float = 0.1) -> Shape:
     """Return a shape that is multiplied by ``factor`` at every milestone.
 
     Args:
-        milestones: Ascending steps from which on the new value holds.
+        milestones: Ascending steps. Each is the first step with the new value.
         factor: Factor at each milestone.
     """
+    check_type("milestones", milestones, Iterable, "a list of steps")
     milestones = tuple(milestones)
     for milestone in milestones:
         check_count("milestones", milestone, low=0)
@@ -107,6 +110,8 @@ def warmup(num_steps: int, *, then: Shape | None = None) -> Shape:
         then: Shape that is multiplied. Defaults to a constant.
     """
     num_steps = check_count("num_steps", num_steps)
+    if then is not None:
+        check_type("then", then, Callable, "a function of the steps done")
     return partial(_warmup, num_steps, then)
 
 
@@ -114,14 +119,14 @@ def warmup(num_steps: int, *, then: Shape | None = None) -> Shape:
 class Schedule(LRScheduler):
     """Scheduler of the learning rate: its initial value times a shape.
 
-    It works like the schedulers of torch: with several groups, tensor learning rates (set in
-    place), ``SequentialLR``, and a ``state_dict`` of plain numbers. The shape is not part of that
-    state: pass it again to resume a run.
+    It works like the schedulers of torch, with several groups, tensor learning rates (set in
+    place), ``SequentialLR``, and a ``state_dict`` of plain numbers. The shape is not part of the
+    state. Pass it again to resume a run.
 
     Args:
         optimizer: Optimiser to schedule.
-        shape: Factor as a function of the steps done, or a list with one for every group.
-        last_epoch: Steps already done minus one, as in torch.
+        shape: Factor as a function of the steps done, or a list with one function per group.
+        last_epoch: Number of steps already done, minus one, as in torch.
     """
 
     def __init__(
@@ -132,7 +137,7 @@ class Schedule(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rates of all groups."""
-        # alpha_t = alpha_0 shape(t), from the initial value, so that roundoff does not add up.
+        # alpha_t = alpha_0 shape(t), always from the initial value, so that roundoff does not grow.
         factors = [shape(self.last_epoch) for shape in self._shapes]
         return [base * factor for base, factor in zip(self.base_lrs, factors, strict=True)]
 
@@ -146,12 +151,12 @@ class GroupSchedule:
     """Scheduler of any real-valued setting of an optimiser: its initial value times a shape.
 
     Use it for a damping ``delta``, a weight decay or a momentum. It has the interface of a torch
-    scheduler, and may stand in a ``ChainedScheduler``. The initial value is stored in the group as
-    ``initial_<key>``, and so is saved with the optimiser.
+    scheduler, and can be part of a ``ChainedScheduler``. The initial value is stored in the group
+    as ``initial_<key>``, so it is saved with the optimiser.
 
     Args:
         optimizer: Optimiser whose groups have ``key``.
-        shape: Factor as a function of the steps done, or a list with one for every group.
+        shape: Factor as a function of the steps done, or a list with one function per group.
         key: Name of the setting.
     """
 
@@ -170,11 +175,11 @@ class GroupSchedule:
         return [float(group[self.key]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps; the initial values are in the state of the optimiser."""
+        """Return the number of steps. The initial values are in the state of the optimiser."""
         return {"num_steps": self.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue from a state; load the optimiser before or after."""
+        """Continue from a state. The optimiser may be loaded before or after."""
         self.num_steps = state_dict["num_steps"]
         self._apply()
 
@@ -188,11 +193,11 @@ class GroupSchedule:
                 names = ", ".join(numbers)
                 raise ValueError(f"key must be a numeric setting ({names}), got {self.key!r}")
             initial = setting.clone() if isinstance(setting, Tensor) else setting
-            # Already there from the last step, or when a run is resumed.
+            # Stored already if this is not the first step, or if a run is resumed.
             initial = group.setdefault(f"initial_{self.key}", initial)
             value = float(initial * shape(self.num_steps))
             if isinstance(setting, Tensor):
-                setting.fill_(value)  # in place: a captured or compiled step reads it there
+                setting.fill_(value)  # in place, for captured or compiled steps
             else:
                 group[self.key] = value
 
@@ -206,7 +211,7 @@ def _linear(num_steps: int, final: float, hold: float, until: float, step: int) 
 
 
 def _held(start: int, shape: Shape, step: int) -> float:
-    # Up to the start as the shape, and then its value there.
+    # From the start on, the value of the shape at the start.
     return shape(min(step, start))
 
 

@@ -1,4 +1,4 @@
-"""``SpectralSGD``: learning rate and momentum from the extreme eigenvalues of the loss."""
+"""`SpectralSGD`: learning rate and momentum from the extreme eigenvalues of the curvature."""
 
 import math
 from collections.abc import Callable
@@ -27,26 +27,27 @@ from ritz.optim._curvature import (
 )
 from ritz.spectra import Spectrum, lanczos
 
-# A Ritz value with more of the mass is the bulk at zero: Spectral Machine Learning, section 4.3.2.
+# A Ritz value with more than this share of the mass belongs to the bulk of eigenvalues at zero:
+# Spectral Machine Learning, section 4.3.2.
 DROPPED_MASS = 0.5
-# One spectrum gives learning rate and momentum of all groups.
+# Settings that all groups share, because one spectrum determines the steps of all groups.
 SHARED = ("interval", "num_steps", "nesterov", "matrix", "seed")
-# What is measured. It is no default of the optimiser, or torch's cyclic schedulers would replace
-# the measured momentum by theirs.
+# The measured settings. They are not among the defaults of the optimiser, because the cyclic
+# schedulers of torch would then replace the measured momentum.
 MEASURED = {"rate": None, "momentum": 0.0, "num_refreshes": 0}
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpectralRates:
-    r"""The best learning rate and momentum for the eigenvalues of a quadratic loss.
+    r"""The optimal learning rate and momentum for a quadratic loss with given eigenvalues.
 
     Attributes:
         rate: Learning rate :math:`\alpha`.
         momentum: Momentum :math:`\rho`.
         lambda_max: Largest Ritz value :math:`\lambda_1`.
         lambda_min: Smallest Ritz value :math:`\lambda_P` that was not dropped.
-        dropped_mass: Mass of the Ritz value that was dropped as the bulk at zero, or 0.
+        dropped_mass: Mass of the Ritz value that was dropped as part of the bulk at zero, or 0.
         num_negative: Number of Ritz values that were dropped because they are not positive.
     """
 
@@ -79,26 +80,27 @@ def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRat
     On a quadratic loss the error falls by :math:`\sqrt\rho` per step for Polyak and by :math:`1 -
     \sqrt{\lambda_P / \lambda_1}` for Nesterov.
 
-    The smallest Ritz values of a network are so near zero that :math:`\rho` would be 1. So the Ritz
-    value that carries more than half of the spectral mass is dropped, and then every value that is
-    not positive. The result says what was dropped. The largest is not dropped: steps without
-    regard to it would diverge.
+    The smallest Ritz values of a network are so close to zero that :math:`\rho` would be 1.
+    Therefore a Ritz value that carries more than half of the spectral mass is dropped, and so are
+    all values that are not positive. The result says what was dropped. The largest value is never
+    dropped, because steps that ignore it would diverge.
 
     Args:
         spectrum: Result of :func:`ritz.lanczos`.
-        nesterov: For Nesterov's momentum.
+        nesterov: Whether to return the values for Nesterov's momentum.
 
     Reference: Granziol, *Spectral Machine Learning*, equation 4.3 (whose Polyak rate lacks the
     square, and whose Nesterov rate is :math:`1/\lambda_1`).
     """
-    # The weights of a Lanczos run add up to one: at most one of them is above one half.
+    check_type("spectrum", spectrum, Spectrum, "the result of ritz.lanczos()")
+    # The weights of a Lanczos run sum to one, so at most one of them is above one half.
     heavy = spectrum.weights > DROPPED_MASS
     heavy[-1] = False  # values ascend
     values = spectrum.values[~heavy]
     positive = values[values > spectrum.roundoff]
     if not len(positive):
         raise ValueError(
-            "spectrum must have a positive Ritz value beside that of the bulk, got "
+            "spectrum must have a positive Ritz value outside of the bulk at zero, got "
             f"{spectrum.values.tolist()}"
         )
     # With r = sqrt(lambda_P / lambda_1) the contrast is (1 - r) / (1 + r).
@@ -118,29 +120,29 @@ def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRat
 
 @final
 class SpectralSGD(Optimizer):
-    r"""SGD whose learning rate and momentum follow from the spectrum of the loss.
+    r"""SGD whose learning rate and momentum are computed from the spectrum of the curvature.
 
     .. math:: b \leftarrow \rho b + g, \qquad w \leftarrow (1 - s\alpha\gamma)\, w - s\alpha b
         \quad (\text{Nesterov: } - s\alpha (g + \rho b))
 
-    with :math:`\alpha` and :math:`\rho` of :func:`spectral_rates`, from a short Lanczos run every
-    ``interval`` steps, and the factor :math:`s` of a schedule. The present values are
-    ``group["rate"]``, ``group["momentum"]`` and ``rates``. The last values stay if a spectrum has
-    nothing positive, or where roundoff exceeds the curvature, as near a loss of zero in float32.
+    :math:`\alpha` and :math:`\rho` are those of :func:`spectral_rates`, from a short Lanczos run
+    every ``interval`` steps. :math:`s` is ``lr``, which a schedule may change. The current values
+    are ``group["rate"]``, ``group["momentum"]`` and ``rates``. They are kept if a new spectrum has
+    no positive values, or if roundoff exceeds the curvature, as near a loss of zero in float32.
 
     Args:
         params: Parameters or groups of them.
-        lr: Factor :math:`s` on the learning rate.
+        lr: Factor :math:`s` of the measured learning rate.
         interval: Number of steps between two measurements.
         num_steps: Number of Lanczos steps.
-        nesterov: Use Nesterov's momentum (SSGDMN) rather than Polyak's (SSGDM).
+        nesterov: Use Nesterov's momentum (SSGDMN) instead of Polyak's (SSGDM).
         matrix: ``hessian``, ``ggn`` or ``fisher``.
         weight_decay: Decoupled decay :math:`\gamma`.
         seed: Seed of the start vectors.
 
     Attributes:
-        rates: The :class:`SpectralRates` of the last measurement; ``None`` before it, and after
-            loading a state.
+        rates: The :class:`SpectralRates` of the last measurement. ``None`` before the first one and
+            after loading a state.
 
     Reference: Granziol, *Spectral Machine Learning*, section 4.3.2.
     """
@@ -179,7 +181,7 @@ class SpectralSGD(Optimizer):
         check_count("seed", settings["seed"], low=0)
         check_matrix(settings["matrix"])
         check_type("nesterov", settings["nesterov"], bool, "True or False")
-        # What was measured for the first groups holds for one that comes later.
+        # A group that is added later takes the measured values of the first group.
         present = self.param_groups[0] if self.param_groups else MEASURED
         super().add_param_group(group | {name: present[name] for name in MEASURED})
 
@@ -188,7 +190,7 @@ class SpectralSGD(Optimizer):
         self._traced, self.rates = TracedMatrix(), None
 
     def curvature_due(self, step: int) -> bool:
-        """Return whether the spectrum is to be measured before a step; see the protocol."""
+        """Return whether the spectrum must be measured before a step."""
         return is_refresh_due(self, step)
 
     @torch.no_grad()
@@ -196,7 +198,7 @@ class SpectralSGD(Optimizer):
         """Set learning rate and momentum from the spectrum at the current weights.
 
         Args:
-            risk: Loss on the curvature batch.
+            risk: A :class:`~ritz.Risk` on the curvature batch.
         """
         op, _, generator = self._traced.refresh(self, risk)
         first = self.param_groups[0]
@@ -206,8 +208,8 @@ class SpectralSGD(Optimizer):
         except AsymmetryError as error:
             require_measurement(self, first["rate"] is not None, error)
             return
-        # Far from a minimum a spectrum may have nothing positive. The learning rate of a better
-        # place is then a better guess than none; before the first there is no guess.
+        # Far from a minimum a spectrum may have no positive values. The last measured values are
+        # then kept, if there are any.
         try:
             self.rates = rates = spectral_rates(spectrum, nesterov=first["nesterov"])
         except ValueError:
@@ -226,7 +228,7 @@ class SpectralSGD(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p in grads:
-                    # The learning rate of a schedule is a factor on the measured one.
+                    # lr, which a schedule may change, is a factor of the measured learning rate.
                     rate = float(group["lr"]) * group["rate"]
                     descend(p, grads[p], self.state[p], group, rate)
         return loss

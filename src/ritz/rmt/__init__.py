@@ -1,4 +1,4 @@
-"""Random matrix theory and models of noisy training, in closed form."""
+"""Random matrix theory: laws, free sums and products, spiked models; SGD on noisy quadratics."""
 
 from ritz.rmt import bounds, diffusion, quadratic
 from ritz.rmt._free import FreeDensity, free_product, free_sum, generalized_marchenko_pastur

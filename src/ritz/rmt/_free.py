@@ -1,8 +1,8 @@
-r"""Free sums and products: spectra of sums and products of large, randomly rotated matrices.
+r"""Free sums and products (free convolution): spectra of sums and products of large matrices.
 
-For :math:`A + Q B Q^\top` and :math:`A^{1/2} Q B Q^\top A^{1/2}` with a uniform rotation Q, the
-spectrum of the result follows from those of A and B alone, by *subordination*: at every point z of
-the upper half-plane there are :math:`w_1` and :math:`w_2` with
+Take :math:`A + Q B Q^\top` or :math:`A^{1/2} Q B Q^\top A^{1/2}` with a uniform random rotation Q.
+The spectrum of the result depends on the spectra of A and B alone, by *subordination*: for every
+point z of the upper half-plane there are :math:`w_1` and :math:`w_2` with
 
 .. math:: G(z) = G_1(w_1) = G_2(w_2), \quad w_1 + w_2 = z + 1 / G(z) \qquad \text{(sum)},
 
@@ -28,7 +28,15 @@ from ritz._core.density import Atoms
 from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
 from ritz.rmt._laws import Law, MarchenkoPastur
-from ritz.rmt._transforms import Band, Banded, Measure, Transformable, as_measure, fit_band
+from ritz.rmt._transforms import (
+    Band,
+    Banded,
+    Measure,
+    Transformable,
+    as_measure,
+    check_nonnegative,
+    fit_band,
+)
 
 Kind = Literal["sum", "product"]
 
@@ -37,22 +45,23 @@ Kind = Literal["sum", "product"]
 class Tuning:
     """Constants of the solver and of the representation by bands."""
 
-    # Imaginary parts of z, in widths of the support. The fixed point at each height is the start
-    # for the next one, down to the real line.
+    # Imaginary parts of z, in units of the width of the support. The fixed point at each height is
+    # the start for the next one, down to the real line.
     heights: tuple[float, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4, 1e-6, 1e-9, 1e-11, 1e-13)
-    # Maximum number of steps at one height; a step is two iterations and an extrapolation. They
-    # stop at a residual of `loose` times the height, and at the last two heights at `residual`.
+    # Maximum number of steps at one height. A step is two iterations and an extrapolation. Steps
+    # stop at a residual of `loose` times the height, and at the last two heights of `residual`.
     max_steps: int = 60
     loose: float = 1e-3
     residual: float = 1e-15
-    # After this many steps without progress the residual is roundoff. Near edges a step only halves
-    # the residual.
+    # After this many steps without progress, the residual is roundoff. Near edges, a step only
+    # halves the residual.
     patience: int = 12
-    # Residual, in widths, above which the iteration has left the fixed point.
+    # Above this residual, in units of the width, the iteration has left the fixed point.
     lost: float = 1e-9
-    # Number of points at which the support is searched for bands. From the last height but one to
-    # the last, the imaginary part of G is constant inside a band, falls by a factor of 100 outside,
-    # and grows by a factor of 100 at an atom. Bisections locate edges to 1e-13 widths.
+    # Number of points at which the support is searched for bands. From the second-to-last height to
+    # the last, the imaginary part of G stays constant inside a band, falls by a factor of 100
+    # outside, and grows by a factor of 100 at an atom. `edge` and `atom` are thresholds of this
+    # ratio. The bisections locate edges to 1e-13 of the width.
     scan: int = 2001
     edge: float = 0.1
     atom: float = 20.0
@@ -63,7 +72,7 @@ class Tuning:
     tail: float = 1e-9
     # Largest mass that may be missing from bands and atoms, and largest error of the fixed points.
     mass: float = 1e-6
-    # Mass below which a band is roundoff.
+    # A band with a smaller mass is roundoff.
     least: float = 1e-13
     # Number of points whose cosines are in memory at once.
     block: int = 8192
@@ -96,16 +105,16 @@ class FreeDensity(Banded, Law, HasStatus):
 
     def __str__(self) -> str:
         low, high = self.support
-        mass = f", a mass of {float(self.masses.sum()):.3g} in points" if len(self.points) else ""
+        mass = f", atoms of mass {float(self.masses.sum()):.3g}" if len(self.points) else ""
         bands = f"{len(self.bands)} band{'s' * (len(self.bands) != 1)}"
-        return f"free {self.kind} on [{low:.5g}, {high:.5g}], {bands}{mass}; {self.status}"
+        return f"Free {self.kind} on [{low:.5g}, {high:.5g}], {bands}{mass}; {self.status}"
 
     def _pdf(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x)
         for band in self.bands:
             inside = (x > band.low) & (x < band.high)
             f = _angle(torch.where(inside, x, 0.5 * (band.low + band.high)), band)
-            # The series is p(x) R sin f. Roundoff next to an edge may make it negative.
+            # The series is p(x) R sin f. Next to an edge, roundoff may make it negative.
             value = _cosines(f, band.waves) / (0.5 * (band.high - band.low) * torch.sin(f))
             total = total + torch.where(inside, value.clamp(min=0.0), 0.0)
         return total
@@ -132,8 +141,8 @@ def free_sum(first: Measure, second: Measure) -> FreeDensity:
         second: Law of :math:`B`.
 
     Returns:
-        A :class:`FreeDensity`. Its bands are located on a grid of 2,000 points. Much narrower bands
-        or gaps are not resolved; the ``status`` reports the missing mass.
+        A :class:`FreeDensity`. Bands are located on a grid of 2,000 points. Much narrower bands or
+        gaps are not resolved; the ``status`` reports the missing mass.
 
     Reference: Voiculescu (1986); *Spectral Machine Learning*, section 3.5.1.
 
@@ -142,22 +151,21 @@ def free_sum(first: Measure, second: Measure) -> FreeDensity:
         >>> round(float(law.cdf(torch.tensor(1.0))), 6)
         0.666667
     """
-    return _free("sum", as_measure(first), as_measure(second))
+    return _free("sum", as_measure(first, "first"), as_measure(second, "second"))
 
 
 def free_product(first: Measure, second: Measure) -> FreeDensity:
-    r"""Return the law of :math:`A^{1/2} Q B Q^\top A^{1/2}` for matrices without negative values.
+    r"""Return the law of :math:`A^{1/2} Q B Q^\top A^{1/2}` for large matrices and a uniform Q.
+
+    A and B must not have negative eigenvalues.
 
     Args:
         first: Law of :math:`A`, as in :func:`free_sum`.
         second: Law of :math:`B`.
     """
-    parts = as_measure(first), as_measure(second)
+    parts = as_measure(first, "first"), as_measure(second, "second")
     for name, part in zip(("first", "second"), parts, strict=True):
-        low, high = part.support
-        if low < 0 or not high > 0:
-            raise ValueError(f"{name} must have no negative eigenvalues, and not 0 alone, got the "
-                             f"support ({low:.6g}, {high:.6g})")  # fmt: skip
+        check_nonnegative(name, part)
     return _free("product", *parts)
 
 
@@ -166,17 +174,20 @@ def generalized_marchenko_pastur(population: Measure, *, ratio: float) -> FreeDe
 
     .. math:: m(z) = \int \frac{dh(t)}{t (1 - q + q z m(z)) - z}, \qquad m = -G
 
-    It is the free product of the population and the Marchenko-Pastur law. For batches of
+    This law is the free product of the population and the Marchenko-Pastur law. For batches of
     generalised Gauss-Newton matrices, :math:`q = P / B`.
 
     Args:
-        population: Eigenvalues of the covariance: a tensor, a ``Spectrum`` or a density.
-        ratio: Order over number of samples, :math:`q`.
+        population: Eigenvalues of the covariance: a law, another density, a ``Spectrum``, or
+            eigenvalues ``(n,)``.
+        ratio: Ratio :math:`q` of the order of the matrix to the number of samples.
 
     Reference: Marchenko and Pastur (1967); Silverstein (1995); *Spectral Machine Learning*,
     equations 5.25 to 5.32.
     """
-    return free_product(MarchenkoPastur(ratio=ratio), population)
+    known = as_measure(population, "population")
+    check_nonnegative("population", known)
+    return free_product(MarchenkoPastur(ratio=ratio), known)
 
 
 def _free(kind: Kind, first: Transformable, second: Transformable) -> FreeDensity:
@@ -188,7 +199,7 @@ def _free(kind: Kind, first: Transformable, second: Transformable) -> FreeDensit
     if high > low:
         for left, right in _edges(kind, parts, low, high):
             band, *errors = _band(kind, parts, left, right)
-            # Roundoff inside of a wide gap looks like a band with a mass near 1e-18.
+            # Inside of a wide gap, roundoff looks like a band with a mass near 1e-18.
             if is_below(band.mass, TUNING.least):
                 continue
             bands.append(band)
@@ -202,7 +213,8 @@ def _free(kind: Kind, first: Transformable, second: Transformable) -> FreeDensit
 
 def _status(residual: float, tail: float, missing: float) -> Status:
     message = (
-        f"mass complete to {missing:.1g}, series to {tail:.1g}, fixed points to {residual:.1g}"
+        f"missing mass {missing:.1g}, error of the series {tail:.1g}, of the fixed points "
+        f"{residual:.1g}"
     )
     if is_below(missing, TUNING.mass) and is_below(residual, TUNING.mass):
         return Status(outcome="converged", message=message)
@@ -211,14 +223,14 @@ def _status(residual: float, tail: float, missing: float) -> Status:
 
 
 def _atoms(kind: Kind, first: Atoms, second: Atoms) -> Atoms:
-    # Two atoms of masses m and m' with m + m' > 1 give an atom of mass m + m' - 1 (Bercovici and
+    # Two atoms of masses m and m' give an atom of mass m + m' - 1 if m + m' > 1 (Bercovici and
     # Voiculescu 1998).
     both = first.masses[:, None] + second.masses - 1
     i, j = (both > 1e-12).nonzero(as_tuple=True)
     x, y = first.points[i], second.points[j]
     points, masses = (x + y if kind == "sum" else x * y), both[i, j]
     if kind == "product":
-        # A product has the larger kernel of the two (Belinschi 2003).
+        # The kernel of a product is the larger of the two kernels (Belinschi 2003).
         kernels = [float(a.masses[a.points == 0].sum()) for a in (first, second)]
         points, masses = points[points != 0], masses[points != 0]
         if max(kernels) > 0:
@@ -252,7 +264,7 @@ def _edges(
     left, right = x[changes], x[changes + 1]
     for _ in range(TUNING.bisections):
         middle = 0.5 * (left + right)
-        move = positive(middle) == rising  # the middle is on the same side of the edge as the right
+        move = positive(middle) == rising  # the middle and `right` are on the same side of the edge
         left, right = torch.where(move, left, middle), torch.where(move, middle, right)
     ends = (0.5 * (left + right)).tolist()
     return list(zip(ends[::2], ends[1::2], strict=True))
@@ -283,10 +295,10 @@ def _solve(
     (a, b), (c, d) = parts[0].support, parts[1].support
     sizes = max(b - a, abs(a), abs(b)), max(d - c, abs(c), abs(d))
     width = sizes[0] + sizes[1] if kind == "sum" else sizes[0] * sizes[1]
-    # The scale of w is that of the first law: in a product, the scale of z over the second one's.
+    # w has the scale of the first law. In a product this is the scale of z over that of the second.
     unit = width if kind == "sum" else sizes[0]
     G, before, residual = _continue(kind, parts, z, width, unit, TUNING.heights)
-    # Points that have left the fixed point are computed again with more heights.
+    # Compute points that have left the fixed point again, with more heights.
     lost = (residual > TUNING.lost * unit).nonzero()[:, 0]
     if len(lost):
         # Four heights per decade. The last two stay the same, because they define edges.
@@ -321,7 +333,7 @@ def _continue(
 def _fixed_point(
     kind: Kind, parts: tuple[Transformable, Transformable], z: Tensor, w: Tensor, atol: float
 ) -> tuple[Tensor, Tensor]:
-    """Return fixed points from a start, and their residuals, by Steffensen's iteration."""
+    """Return fixed points and their residuals, by Steffensen's iteration from ``w``."""
     w, residual = w.clone(), torch.full(z.shape, torch.inf, dtype=torch.float64)
     live, idle = torch.arange(len(z)), torch.zeros(len(z), dtype=torch.int64)
     here, plain, last = w.clone(), w.clone(), residual.clone()
@@ -331,11 +343,11 @@ def _fixed_point(
         better = error < residual[live]
         idle = torch.where(error < 0.9 * residual[live], 0, idle + 1)
         w[live[better]], residual[live[better]] = here[better], error[better]
-        # An extrapolation that increased the residual is undone.
+        # Undo an extrapolation that increased the residual.
         worse = error > last
         twice = _map(kind, parts, z[live], once)
-        # w - (f(w) - w)^2 / (f(f(w)) - 2 f(w) + w), moved into the region of w: not below z in a
-        # sum, and not below the ray of z in a product
+        # w - (f(w) - w)^2 / (f(f(w)) - 2 f(w) + w), moved into the region where w can lie: in a sum
+        # not below z, in a product not below the ray through z
         leap = here - (once - here).square() / (twice - 2 * once + here)
         floor = z[live].imag * (1.0 if kind == "sum" else leap.abs() / z[live].abs())
         leap = torch.complex(leap.real, leap.imag.maximum(floor))
@@ -376,6 +388,6 @@ def _sines(f: Tensor, waves: Tensor) -> Tensor:
 
 
 def _series(f: Tensor, evaluate: Callable[[Tensor], Tensor]) -> Tensor:
-    # In blocks of points, because all of them would need memory of size (points, orders).
+    # Evaluate in blocks of points, because each block needs memory of size (points, orders).
     parts = [evaluate(part) for part in f.reshape(-1).split(TUNING.block)]
     return torch.cat(parts).reshape(f.shape)

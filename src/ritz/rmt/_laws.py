@@ -24,9 +24,9 @@ class Tuning:
     table: int = 1025
     # Maximum number of steps of Newton's method with bisection. Bisection alone needs 45.
     max_steps: int = 60
-    # Relative change of a quantile at which to stop: a few eps.
+    # Stop at this relative change of a quantile, which is a few eps.
     precision: float = 1e-15
-    # Error of a level at which to stop: the roundoff of the distribution function.
+    # Stop at this error of the level, which is the roundoff of the distribution function.
     level: float = 3e-16
 
 
@@ -34,11 +34,11 @@ TUNING = Tuning()
 
 
 class Law(ABC):
-    """A distribution of eigenvalues with density, distribution function, quantiles and samples.
+    """Base class of laws of eigenvalues: density, distribution function, quantiles and samples.
 
-    Points are tensors of any shape; results are in float64. ``pdf`` and ``cdf`` are differentiable
-    with respect to the points. ``cdf`` and ``mass`` include the ``atoms``; ``pdf`` does not.
-    Subclasses implement ``support``, ``atoms``, ``_moment``, ``_pdf`` and ``_cdf``.
+    Points are tensors of any shape, and results are in float64. ``pdf`` and ``cdf`` are
+    differentiable with respect to the points. ``cdf`` and ``mass`` include the ``atoms``; ``pdf``
+    does not. Subclasses implement ``support``, ``atoms``, ``_moment``, ``_pdf`` and ``_cdf``.
     """
 
     __slots__ = ()
@@ -46,7 +46,7 @@ class Law(ABC):
     @property
     @abstractmethod
     def support(self) -> tuple[float, float]:
-        """Interval outside which the density is zero or negligible."""
+        """Interval outside of which the density is zero or negligible."""
 
     @property
     @abstractmethod
@@ -55,7 +55,7 @@ class Law(ABC):
 
     @abstractmethod
     def _moment(self, degree: int) -> float:
-        """Return the mean of a power that is at least 0."""
+        """Return the mean of ``eigenvalue ** degree``, for a checked degree."""
 
     @abstractmethod
     def _pdf(self, x: Tensor) -> Tensor:
@@ -83,15 +83,20 @@ class Law(ABC):
 
     def mass(self, low: float, high: float) -> float:
         """Return the fraction of eigenvalues in ``(low, high]``."""
+        check_range("low", low)
+        check_range("high", high)
         ends = self._cdf(torch.tensor([low, high], dtype=torch.float64))
         return float(ends[1] - ends[0])
 
     def ppf(self, levels: float | Tensor) -> Tensor:
-        """Return quantiles: the smallest points with ``cdf`` at least the levels, from 0 to 1.
+        """Return quantiles: the smallest points at which ``cdf`` reaches the levels.
 
         The levels 0 and 1 give the ends of the support.
+
+        Args:
+            levels: Levels between 0 and 1, of any shape.
         """
-        # Convert to float64 at once: in float32 a level of 1 - 1e-8 would be 1.
+        # Convert to float64 at once, because in float32 a level of 1 - 1e-8 would be 1.
         p = as_points(levels, "levels").detach()
         if not bool(((p >= 0) & (p <= 1)).all()):
             raise ValueError(f"levels must be between 0 and 1, got {p.min():.6g} to {p.max():.6g}")
@@ -113,8 +118,8 @@ class Law(ABC):
 
 
 class _Integral(torch.autograd.Function):
-    # The derivative of the distribution function is the density. Differentiating the formulas would
-    # give infinity times zero at the edges.
+    # The derivative of the distribution function is the density. Automatic differentiation of the
+    # formulas would give infinity times zero at the edges.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, law: Law) -> Tensor:
@@ -130,7 +135,7 @@ class _Integral(torch.autograd.Function):
 
 def _quantiles(law: Law, p: Tensor) -> Tensor:
     low, high = law.support
-    # Nodes denser towards the ends, where densities have square roots.
+    # The nodes are denser near the ends, where densities behave like square roots.
     angles = torch.linspace(0, math.pi, TUNING.table, dtype=torch.float64)
     nodes = low + (high - low) * torch.sin(angles / 2).square()
     index = torch.searchsorted(law._cdf(nodes), p).clamp(1, TUNING.table - 1)
@@ -148,24 +153,24 @@ def _quantiles(law: Law, p: Tensor) -> Tensor:
         # Bisect if Newton's step leaves the bracket, as it does at atoms.
         inside = (step > left) & (step < right)
         new = torch.where(inside, step, 0.5 * (left + right))
-        # Stop if the level is reached to roundoff, or if the point no longer changes.
+        # Stop if the level is reached up to roundoff, or if the point no longer changes.
         met = (value - level).abs() <= TUNING.level
         x[live] = torch.where(met, here, new)
         going = ~met & ((new - here).abs() > size)
         live, left, right = live[going], left[going], right[going]
         if not len(live):
             break
-    # All levels within the jump at an atom have the atom as quantile.
+    # The quantile of all levels within the jump at an atom is the atom.
     for point, mass in zip(*law.atoms, strict=True):
         top = law._cdf(point)
         x = torch.where((p <= top) & (p > top - mass), point, x)
-    # Near an edge the distribution function is constant to roundoff; use the known ends.
+    # Near an edge, the distribution function is constant up to roundoff; use the known ends.
     return torch.where(p == 0, low, torch.where(p == 1, high, x.clamp(low, high)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SymmetricLaw(Law):
-    """A continuous law that is symmetric about its mean."""
+    """A continuous law that is symmetric around its mean."""
 
     mean: float = 0.0
     variance: float = 1.0
@@ -178,7 +183,7 @@ class _SymmetricLaw(Law):
 
     @property
     def atoms(self) -> Atoms:
-        """None: the law is continuous."""
+        """No atoms: the law is continuous."""
         return NO_ATOMS
 
     @staticmethod
@@ -211,7 +216,7 @@ class Normal(_SymmetricLaw):
 
     @property
     def support(self) -> tuple[float, float]:
-        """From 8.3 standard deviations below the mean to 8.3 above: all but a mass of 1e-16."""
+        """Interval of 8.3 standard deviations around the mean; a mass of 1e-16 lies outside."""
         reach = 8.3 * math.sqrt(self.variance)
         return self.mean - reach, self.mean + reach
 
@@ -243,8 +248,8 @@ class Semicircle(_SymmetricLaw):
 
     .. math:: p(x) = \frac{2}{\pi R^2} \sqrt{R^2 - (x - \mu)^2}, \qquad R = 2 \sqrt v
 
-    Entries have variance :math:`v / n`. The fluctuations of a batch Hessian have
-    :math:`v = P \sigma^2 / b`, if they are homogeneous.
+    Entries have variance :math:`v / n`. Homogeneous fluctuations of a batch Hessian have
+    :math:`v = P \sigma^2 / b`.
 
     Attributes:
         mean: Centre :math:`\mu`.
@@ -255,7 +260,7 @@ class Semicircle(_SymmetricLaw):
 
     @property
     def support(self) -> tuple[float, float]:
-        """The two edges."""
+        """The two edges of the semicircle."""
         radius = 2 * math.sqrt(self.variance)
         return self.mean - radius, self.mean + radius
 
@@ -266,8 +271,8 @@ class Semicircle(_SymmetricLaw):
 
     def stieltjes(self, z: Tensor) -> Tensor:
         r"""Return :math:`G(z) = 2 / (z - \mu + \sqrt{z - a} \sqrt{z - b})`, ``(k,)`` complex."""
-        # Rationalised, because (z - root) / 2v cancels for large z. The product of two roots, in
-        # place of the root of the product, selects the right branch.
+        # Rationalised, because (z - root) / 2v cancels for large z. The product of two roots
+        # selects the right branch; the root of the product would not.
         low, high = self.support
         w = as_upper(z)
         return reflected(z, 2 / (w - self.mean + torch.sqrt(w - low) * torch.sqrt(w - high)))
@@ -298,7 +303,7 @@ class MarchenkoPastur(Law):
     For :math:`q > 1` a mass of :math:`1 - 1/q` lies at 0.
 
     Attributes:
-        ratio: Order over number of samples, :math:`q`.
+        ratio: Ratio :math:`q` of the order of the matrix to the number of samples.
         scale: Variance :math:`s` of the entries of ``X``.
 
     Reference: *Spectral Machine Learning*, Theorem 10 and equation 5.25.
@@ -319,7 +324,7 @@ class MarchenkoPastur(Law):
 
     @property
     def support(self) -> tuple[float, float]:
-        """The edges of the continuous part, from 0 if there is an atom."""
+        """The edges of the continuous part. The lower one is replaced by 0 if 0 is an atom."""
         low, high = self.edges
         return (0.0 if self.ratio > 1 else low), high
 
@@ -350,8 +355,8 @@ class MarchenkoPastur(Law):
             w - self.scale * (1 - self.ratio) + root,
             w - self.scale * (1 - self.ratio) - root,
         )
-        # Use the one of two equal forms that does not cancel: `plus` cancels near an atom at 0,
-        # `minus` far from the bulk.
+        # Of two equal forms, use the one that does not cancel: `plus` cancels near an atom at 0,
+        # and `minus` far from the bulk.
         value = torch.where(
             plus.abs() > minus.abs(), 2 / plus, minus / (2 * self.ratio * self.scale * w)
         )
@@ -366,7 +371,7 @@ class MarchenkoPastur(Law):
 
     def _cdf(self, x: Tensor) -> Tensor:
         # With x = s (1 + q - 2 sqrt(q) cos f), the density is proportional to
-        # sin^2 f / (1 + r^2 - 2 r cos f) df, the same for r = sqrt(q) and 1/sqrt(q).
+        # sin^2 f / (1 + r^2 - 2 r cos f) df, which is the same for r = sqrt(q) and r = 1/sqrt(q).
         low, high = self.edges
         r = min(math.sqrt(self.ratio), 1 / math.sqrt(self.ratio))
         f = 2 * torch.asin(torch.sqrt(((x - low) / (high - low)).clamp(0, 1)))
@@ -380,7 +385,7 @@ class MarchenkoPastur(Law):
 
 
 def as_upper(z: Tensor) -> Tensor:
-    """Return points reflected to the upper half-plane, where the formulas of transforms hold."""
+    """Return points reflected to the upper half-plane, where the formulas hold."""
     w = torch.as_tensor(z, dtype=torch.complex128)
     return torch.where(w.imag < 0, w.conj(), w).resolve_conj()
 

@@ -1,8 +1,9 @@
-r"""Spiked models: how noise changes the outliers of a matrix, and when they are detected.
+r"""Spiked models: how noise changes the outliers of a matrix, and when they can be detected.
 
-An outlier is an eigenvalue outside the bulk. Noise moves it outwards and rotates its eigenvector.
-Below a threshold the outlier disappears in the bulk (Baik, Ben Arous and Péché 2005). For a
-mini-batch, the matrix is the Hessian of all data, and the noise is the deviation of the batch.
+An outlier is an eigenvalue outside of the bulk. Noise moves an outlier outwards and rotates its
+eigenvector. Below a threshold, the outlier disappears in the bulk (Baik, Ben Arous and Péché 2005).
+For a mini-batch, the matrix is the Hessian of all data, and the noise is the deviation of the
+batch.
 """
 
 import math
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_finite, check_range
-from ritz._core.density import as_points
+from ritz._core.density import as_points, broadcast
 from ritz._core.storage import storable
 from ritz.rmt._tracy_widom import TracyWidom
 
@@ -23,18 +24,18 @@ NoiseModel = Literal["samples", "entries"]
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spikes:
-    r"""Predicted outliers of a noisy matrix. All tensors have one shape, in float64.
+    r"""Predicted outliers of a noisy matrix. All tensors have the same shape and are in float64.
 
     Attributes:
         value: Limit of the eigenvalue for large matrices; the edge of the bulk if not detected.
-        overlap: Limit of :math:`\langle \phi', \phi \rangle^2` of the noisy and the true
+        overlap: Limit of :math:`\langle \phi', \phi \rangle^2` between the noisy and the true
             eigenvector; 0 if not detected.
-        threshold: Distance of the true eigenvalue from the centre above which it is detected.
+        threshold: An outlier is detected if the true eigenvalue is farther from the centre.
         detected: Whether the outlier leaves the bulk.
-        stddev: Standard deviation of the noisy eigenvalue: of its Gaussian limit if detected, and
-            of the Tracy-Widom law if not. NaN if the arguments do not determine it.
-        edge: Edge of the bulk of a finite matrix: by the Tracy-Widom law, the bulk exceeds it with
-            probability ``1 - level``. Without ``size`` it is the edge in the limit.
+        stddev: Standard deviation of the noisy eigenvalue: that of its Gaussian limit if detected,
+            and that of the Tracy-Widom law if not. NaN if the arguments do not determine it.
+        edge: Edge of the bulk of a finite matrix. By the Tracy-Widom law, the bulk exceeds it with
+            probability ``1 - level``. Without ``size``, the edge in the limit.
     """
 
     value: Tensor
@@ -69,18 +70,19 @@ def additive_spikes(
     size: int | None = None,
     level: float = 0.95,
 ) -> Spikes:
-    r"""Predict the outliers of a matrix plus symmetric noise, for :math:`\lambda` of either sign.
+    r"""Predict the outliers of a matrix plus symmetric noise.
 
     .. math:: \lambda' = \lambda + \frac{v}{\theta}, \qquad
         \langle \phi', \phi \rangle^2 = 1 - \frac{v}{\theta^2}, \qquad
         \theta = \lambda - c, \quad |\theta| > \sqrt v
 
-    The noise is a matrix of order ``n`` whose entries have variance :math:`v / n`, with a
-    semicircle of radius :math:`2 \sqrt v` around the centre :math:`c` of the bulk. Below the
-    threshold the outlier vanishes in the edge :math:`c \pm 2 \sqrt v`.
+    The noise :math:`E` is a matrix of order ``n`` whose entries have variance :math:`v / n`. Its
+    spectrum is a semicircle of radius :math:`2 \sqrt v` around the centre :math:`c` of the bulk.
+    Below the threshold, the outlier disappears in the edge :math:`c \pm 2 \sqrt v`.
 
-    Noise of networks is not homogeneous: its variance :math:`V(\phi) = \mathbb{E} |E \phi|^2` along
-    an outlier may be a thousand times the mean :math:`v`. It is passed as ``along``:
+    The noise of networks is not homogeneous: its variance
+    :math:`V(\phi) = \mathbb{E} |E \phi|^2` along an outlier may be a thousand times the mean
+    :math:`v`. Pass this variance as ``along``:
 
     =============  ===========================================  ====================================
     model          eigenvalue and overlap                       exact for
@@ -92,23 +94,23 @@ def additive_spikes(
                    :math:`\frac{1 - v g^2}{1 + (V - v) g^2}`    variances
     =============  ===========================================  ====================================
 
-    with :math:`g = 2 / (\theta \pm \sqrt{\theta^2 + 4 (V - v)})`. The two agree to first order in
-    :math:`V/\theta^2`, and ``entries`` is the homogeneous model for :math:`V = v`.
+    with :math:`g = 2 / (\theta \pm \sqrt{\theta^2 + 4 (V - v)})`. The two models agree to first
+    order in :math:`V/\theta^2`. For :math:`V = v`, ``entries`` is the homogeneous model.
 
     Args:
-        values: Outliers :math:`\lambda` of the matrix without noise, of any shape.
-        variance: Variance :math:`v` of a row of the noise, :math:`P \sigma^2 / b` for batches.
-        along: Variance :math:`V(\phi)` along each outlier, :math:`V(\phi)/b` for batches. Defaults
+        values: Outliers :math:`\lambda` of the matrix without noise, of either sign and any shape.
+        variance: Variance :math:`v` of a row of the noise; :math:`P \sigma^2 / b` for batches.
+        along: Variance :math:`V(\phi)` along each outlier; :math:`V(\phi)/b` for batches. Defaults
             to homogeneous noise.
         centre: Centre :math:`c` of the bulk, the mean of its eigenvalues.
-        model: ``samples`` or ``entries``, if ``along`` is given.
-        spread: Variance of :math:`\phi^\top E \phi`. Defaults to twice the variance of a row over
-            ``size``, that of Gaussian entries; unknown for ``samples`` with ``along``.
+        model: ``samples`` or ``entries``. Only used with ``along``.
+        spread: Variance of :math:`\phi^\top E \phi`. Defaults to that of Gaussian entries, twice
+            the variance of a row over ``size``. For ``samples`` with ``along`` there is no default.
         size: Order ``n`` of the matrix, for ``stddev`` and ``edge``.
         level: Probability that the bulk stays below ``edge``.
 
     Returns:
-        :class:`Spikes`; arguments broadcast, so outliers ``(k,)`` and variances ``(m, 1)`` give
+        :class:`Spikes`. Arguments broadcast: outliers ``(k,)`` and variances ``(m, 1)`` give
         results ``(m, k)``.
 
     Reference: *Spectral Machine Learning*, Theorem 14, and Benaych-Georges and Nadakuditi (2011).
@@ -126,7 +128,7 @@ def additive_spikes(
     lam, c = _number("values", values), _number("centre", centre)
     v = _number("variance", variance, low=0.0)
     strength = v if along is None else _number("along", along, low=0.0)
-    lam, v, c, strength = torch.broadcast_tensors(lam, v, c, strength)
+    lam, v, c, strength = broadcast(values=lam, variance=v, centre=c, along=strength)
     side = torch.where(lam < c, -1.0, 1.0).double()
     unknown = strength * torch.nan if spread is None else _number("spread", spread, low=0.0)
     if model == "samples" and along is not None:
@@ -153,17 +155,18 @@ def multiplicative_spikes(
         \langle \phi', \phi \rangle^2 = \frac{1 - q/\theta^2}{1 + q/\theta}, \qquad
         \theta = \frac\lambda s - 1, \quad |\theta| > \sqrt q
 
-    The noisy matrix is the covariance of ``T`` samples from a covariance that has the eigenvalue
-    :math:`s` many times, and :math:`q = n/T`. Its bulk is the Marchenko-Pastur law on
-    :math:`s (1 \pm \sqrt q)^2`. Outliers above :math:`s` leave it at the upper edge. Those below
-    leave it at the lower edge. For :math:`q \ge 1` the sample covariance is singular, and outliers
-    below :math:`s` are never detected.
+    The noisy matrix is the covariance of ``T`` samples, and :math:`q = n/T`. All eigenvalues of the
+    true covariance except the outliers are equal to :math:`s`. The bulk is then the
+    Marchenko-Pastur law with the edges :math:`s (1 \pm \sqrt q)^2`. Outliers above :math:`s` leave
+    the bulk at the upper edge, and outliers below :math:`s` at the lower edge. For :math:`q \ge 1`
+    the sample covariance is singular, and outliers below :math:`s` are never detected.
 
     Args:
         values: Outliers :math:`\lambda` of the matrix without noise, at least 0, of any shape.
-        ratio: Order over number of samples, :math:`q`: parameters over batch size.
+        ratio: Ratio :math:`q` of the order of the matrix to the number of samples (parameters over
+            batch size).
         bulk: Eigenvalue :math:`s` of the bulk.
-        size: Order ``n`` of the matrix, for ``stddev`` (of Gaussian samples) and ``edge``.
+        size: Order ``n`` of the matrix, for ``edge`` and for ``stddev`` with Gaussian samples.
         level: Probability that the bulk stays inside ``edge``.
 
     Returns:
@@ -179,7 +182,7 @@ def multiplicative_spikes(
     """
     size = _check_finite_size(size, level)
     lam = _number("values", values, low=0.0)
-    lam, q, s = torch.broadcast_tensors(lam, _positive("ratio", ratio), _positive("bulk", bulk))
+    lam, q, s = broadcast(values=lam, ratio=_positive("ratio", ratio), bulk=_positive("bulk", bulk))
     side = torch.where(lam < s, -1.0, 1.0).double()
     # A row of the noise along phi has variance lambda s q, and phi'E phi has 2 lambda^2 / T.
     spread = 2 * lam.square() * q / size if size else lam * torch.nan
@@ -200,9 +203,9 @@ class _Shifted:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """The edge of the bulk in the limit, and centre and scale of its Tracy-Widom law.
+    """The edge of the bulk in the limit, and the centre and scale of its Tracy-Widom law.
 
-    The scale is negative at a lower edge, and 0 in the limit.
+    The scale is negative at a lower edge. It is 0 if the size of the matrix is not known.
     """
 
     limit: Tensor
@@ -220,24 +223,24 @@ def _entries(lam: Tensor, v: Tensor, strength: Tensor, c: Tensor, spread: Tensor
     # 1 / (1 - V G'(x)) with G'(x) = -g^2 / (1 - v g^2)
     inner = 1 - v * g.square()
     overlap = inner / (1 + excess * g.square())
-    # var = o^2 (var phi'E phi + 2 V^2/n int dt/(x - t)^2); the second term is from the other
+    # var = o^2 (var phi'E phi + 2 V^2/n int dt/(x - t)^2). The second term comes from the other
     # entries of the row.
     rest = spread * strength * g.square() / inner
-    # |G| < v^(-1/2) at the edge. The threshold is negative for V > 2 v: such noise has an outlier
-    # without a spike.
+    # |G| < v^(-1/2) at the edge. For V > 2 v the threshold is negative: such noise has an outlier
+    # even if the matrix has none.
     threshold = (2 * v - strength) / _away_from_zero(v.sqrt())
     return _Shifted(lam + strength * g, overlap, threshold, overlap.square() * (spread + rest))
 
 
 def _samples(lam: Tensor, v: Tensor, relative: Tensor, c: Tensor, spread: Tensor) -> _Shifted:
-    # With V = lambda r, for covariances r = q c: the value lambda (1 + r/theta), its derivative by
-    # lambda, and the overlap, which is lambda/value times that derivative
+    # V = lambda r, where r = q c for covariances. The value is lambda (1 + r/theta), `slope` is its
+    # derivative by lambda, and the overlap is lambda/value times this derivative.
     theta = _away_from_zero(lam - c)
     slope = 1 - relative * c / theta.square()
     gain = 1 + relative / theta
     threshold = (relative * c).clamp(min=0).sqrt()
-    # If the noise along the outlier is weaker than the mean, it must exceed the edge of the bulk:
-    # theta + V/theta > 2 v^.5.
+    # If the noise along the outlier is weaker than the mean, the outlier must exceed the edge of
+    # the bulk: theta + V/theta > 2 v^.5.
     strength = relative * lam
     weak = torch.where(strength < v, v.sqrt() + (v - strength).clamp(min=0).sqrt(), 0.0)
     overlap = slope / _away_from_zero(gain)
@@ -245,7 +248,7 @@ def _samples(lam: Tensor, v: Tensor, relative: Tensor, c: Tensor, spread: Tensor
 
 
 def _wigner_edge(v: Tensor, c: Tensor, side: Tensor, size: float, level: float) -> _Edge:
-    # With the centring of Johnstone and Ma (2012) the law converges as n^(-2/3), not n^(-1/3).
+    # With the centre of Johnstone and Ma (2012), the error is n^(-2/3) instead of n^(-1/3).
     reach = side * v.sqrt()
     centre = c + 2 * reach * math.sqrt(1 - 0.5 / size)
     return _Edge(c + 2 * reach, centre, reach * size ** (-2 / 3), level)
@@ -277,7 +280,7 @@ def _assemble(shifted: _Shifted, detected: Tensor, edge: _Edge) -> Spikes:
 
 
 def _check_finite_size(size: int | None, level: float) -> int | None:
-    # At more extreme levels the distribution function of Tracy-Widom is not accurate.
+    # At more extreme levels, the distribution function of Tracy-Widom is not accurate.
     check_range("level", level, low=1e-12, high=1 - 1e-12)
     return None if size is None else check_count("size", size)
 

@@ -1,4 +1,4 @@
-r"""The Tracy-Widom laws: the largest eigenvalue of a large random matrix, centred and scaled."""
+r"""The Tracy-Widom laws of the largest eigenvalue of a large random matrix."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -66,12 +66,12 @@ class TracyWidom(Law):
 
     @property
     def support(self) -> tuple[float, float]:
-        """Interval of all but a mass of 1e-15."""
+        """Interval that contains all but a mass of 1e-15."""
         return (-8.5, 13.5) if self.beta == 1 else (-7.0, 8.0)
 
     @property
     def atoms(self) -> Atoms:
-        """None: the law is continuous."""
+        """No atoms: the law is continuous."""
         return NO_ATOMS
 
     def _moment(self, degree: int) -> float:
@@ -83,8 +83,8 @@ class TracyWidom(Law):
         return float(shares @ x**degree)
 
     def _pdf(self, x: Tensor) -> Tensor:
-        # F' = F (log F)'. The logarithm of (log F)' is a series too, so the density is positive in
-        # both tails.
+        # F' = F (log F)'. The series is that of the logarithm of (log F)', so the density is
+        # positive in both tails.
         inside, panel, t = _panel(x)
         log_cdf, log_slope = (_clenshaw(t, rows[panel]) for rows in _series(self.beta))
         return torch.where(inside, torch.exp(log_cdf + log_slope), 0.0)
@@ -96,7 +96,7 @@ class TracyWidom(Law):
 
 
 def _panel(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return whether points are inside the panels, their panel, and their place on [-1, 1]."""
+    """Return whether points are inside of the panels, their panel, and their place in [-1, 1]."""
     position = (x - TUNING.low) / TUNING.width
     inside = (position > 0) & (position < TUNING.panels)
     panel = position.detach().nan_to_num().clamp(0, TUNING.panels - 1).long()
@@ -115,7 +115,7 @@ def _clenshaw(t: Tensor, coefficients: Tensor) -> Tensor:
 def _series(beta: int) -> tuple[Tensor, Tensor]:
     """Return Chebyshev series of log F and of log (log F)', one row per panel.
 
-    Panels keep the errors of log F in the far left tail out of the other panels.
+    With one series per panel, errors of log F in the far left tail stay in their panel.
     """
     t = chebyshev.chebpts1(TUNING.degree + 1)
     low = TUNING.low + TUNING.width * np.arange(TUNING.panels)

@@ -14,8 +14,8 @@ from numpy.polynomial.legendre import leggauss
 from scipy.fft import dct
 from torch import Tensor
 
-from ritz._core.checks import check_finite
-from ritz._core.density import NO_ATOMS, Atoms, Density
+from ritz._core.checks import check_finite, short
+from ritz._core.density import NO_ATOMS, Atoms, Density, as_points
 from ritz._core.storage import storable
 from ritz.rmt._laws import as_upper, reflected
 
@@ -24,19 +24,21 @@ from ritz.rmt._laws import as_upper, reflected
 class Tuning:
     """Constants of the transforms."""
 
-    # Nodes of the cosine series of a density whose transform has no closed form. They are doubled
-    # until the last quarter of the series is below this fraction. Tracy-Widom laws need 256.
+    # First and largest number of nodes of the cosine series of a density whose transform has no
+    # closed form. The number is doubled until the last quarter of the series is below `tail` of the
+    # largest coefficient. Tracy-Widom laws need 256 nodes.
     first_nodes: int = 64
     last_nodes: int = 2048
     tail: float = 1e-11
-    # Gauss-Legendre nodes that replace a density whose series does not converge. They agree with
-    # closed forms to 1e-10 at a hundredth of the width from the real line.
+    # Number of Gauss-Legendre nodes that replace a density whose series does not converge. They
+    # agree with closed forms to 1e-10 at a distance of 0.01 widths from the real line.
     nodes: int = 2000
-    # Numbers in a block of 1/(z - x): 32 MB in complex numbers.
+    # Number of entries in a block of 1/(z - x): 32 MB of complex numbers.
     block: int = 2_000_000
-    # Number of bisections of the inverse of G, which reduce the bracket to roundoff.
+    # Number of bisections for the inverse of G, which reduce the bracket to roundoff.
     bisections: int = 80
-    # Largest distance from the support in the bracket, in widths. G is below 1e-12 there.
+    # Largest distance from the support in the bracket, in units of its width. G is below 1e-12
+    # there.
     reach: float = 1e12
 
 
@@ -69,7 +71,7 @@ Measure = Tensor | Density | Transformable | Weighted
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    r"""One interval of a density, as a cosine series in :math:`x = c - R \cos f`.
+    r"""A density on one interval, as a cosine series in :math:`x = c - R \cos f`.
 
     .. math:: p(x) R \sin f = \sum_k c_k \cos k f
 
@@ -85,7 +87,7 @@ class Band:
 
     @property
     def mass(self) -> float:
-        """The mass of the band."""
+        """Mass of the band."""
         return math.pi * float(self.waves[0])
 
     def moment(self, degree: int) -> float:
@@ -142,11 +144,11 @@ def fit_band(
 @storable
 @dataclass(frozen=True, slots=True)
 class Points:
-    """A measure of finitely many points ``(k,)`` with masses that sum to 1."""
+    """A discrete measure: points ``(k,)``, ascending, with masses that sum to 1."""
 
     points: Tensor
     masses: Tensor
-    # Whether the points are atoms, rather than nodes of a rule for a continuous density.
+    # True if the points are atoms; False if they are the nodes of a rule for a continuous density.
     exact: bool = True
 
     @property
@@ -171,13 +173,13 @@ class Points:
         flat = z.reshape(-1).to(torch.complex128)
         masses = self.masses.to(torch.complex128)
         rows = max(1, TUNING.block // len(masses))
-        # In blocks of z, because all pairs of z and points may not fit in memory.
+        # Compute in blocks of z, because all pairs of z and points may not fit in memory.
         parts = [(1 / (part[:, None] - self.points)) @ masses for part in flat.split(rows)]
         return torch.cat(parts).reshape(z.shape)
 
 
 class Banded:
-    """Base class of measures of bands and atoms: ``bands``, ``points`` and ``masses``."""
+    """Base class of measures that consist of ``bands`` and of atoms (``points``, ``masses``)."""
 
     __slots__ = ()
     bands: tuple[Band, ...]
@@ -197,7 +199,7 @@ class Banded:
         return Atoms(self.points, self.masses)
 
     def stieltjes(self, z: Tensor) -> Tensor:
-        """Return the Stieltjes transform of the series, also on the real line, from above."""
+        """Return the Stieltjes transform; on the real line, the limit from above."""
         w = as_upper(z)
         total = ((1 / (w[..., None] - self.points)) * self.masses).sum(-1)
         for band in self.bands:
@@ -213,7 +215,7 @@ class Banded:
 @storable
 @dataclass(frozen=True, slots=True)
 class Smooth(Banded):
-    """A measure of bands and of atoms."""
+    """A measure that consists of bands and atoms."""
 
     bands: tuple[Band, ...]
     points: Tensor
@@ -224,15 +226,15 @@ class Smooth(Banded):
         return self._moment(degree)
 
 
-def as_measure(measure: Measure) -> Transformable:
+def as_measure(measure: Measure, name: str = "measure") -> Transformable:
     """Return eigenvalues, a spectrum or a density as an object with a Stieltjes transform."""
     if isinstance(measure, Transformable):
         return measure
     if isinstance(measure, Tensor):
         values = measure.detach().double().cpu().reshape(-1)
-        check_finite("eigenvalues", values)
+        check_finite(name, values)
         if not len(values):
-            raise ValueError("eigenvalues must not be empty")
+            raise ValueError(f"{name} must have at least one eigenvalue, got none")
         return Points(values.sort().values, torch.full_like(values, 1 / len(values)))
     if isinstance(measure, Weighted):
         values, order = measure.values.detach().double().cpu().sort()
@@ -241,9 +243,19 @@ def as_measure(measure: Measure) -> Transformable:
     if isinstance(measure, Density):
         return _by_rule(measure)
     raise TypeError(
-        "measure must be a tensor of eigenvalues, a Spectrum, a law or a density, got "
+        f"{name} must be a tensor of eigenvalues, a Spectrum, a law or a density, got "
         f"{type(measure).__name__}"
     )
+
+
+def check_nonnegative(name: str, measure: Transformable) -> None:
+    """Raise unless a measure has positive eigenvalues and no negative ones."""
+    low, high = measure.support
+    if low < 0 or not high > 0:
+        raise ValueError(
+            f"{name} must have positive and no negative eigenvalues, got the support "
+            f"[{low:.6g}, {high:.6g}]"
+        )
 
 
 def _by_rule(density: Density) -> Transformable:
@@ -251,53 +263,59 @@ def _by_rule(density: Density) -> Transformable:
     if float(atoms.masses.sum()) > 1 - 1e-12:
         return Points(atoms.points, atoms.masses)
     low, high = density.support
-    # A smooth density has a short series, whose transform is known on the real line as well.
+    # A smooth density has a short series, whose transform is accurate on the real line as well.
     band, end = fit_band(density.pdf, low, high, last_nodes=TUNING.last_nodes, tail=TUNING.tail)
     if end <= TUNING.tail and band.mass > 0:
         scale = (1 - float(atoms.masses.sum())) / band.mass
         return Smooth((replace(band, waves=scale * band.waves),), atoms.points, atoms.masses)
     nodes, weights = (torch.from_numpy(array) for array in leggauss(TUNING.nodes))
     x = 0.5 * (low + high) + 0.5 * (high - low) * nodes
-    # Gauss-Legendre weights, normalised to the mass that the atoms leave.
+    # Normalise the weights to the mass that the atoms leave.
     shares = weights * density.pdf(x)
     shares = shares * (1 - atoms.masses.sum()) / shares.sum()
-    # In ascending order, as `Points.support` requires.
+    # Sort, because `Points` must be ascending.
     points, order = torch.cat([x, atoms.points]).sort()
     return Points(points, torch.cat([shares, atoms.masses])[order], exact=False)
 
 
 def stieltjes(measure: Measure, z: complex | Tensor) -> Tensor:
-    r"""Return :math:`G(z) = \int dp(x) / (z - x)`, complex128, of the shape of ``z``.
+    r"""Return the Stieltjes transform :math:`G(z) = \int dp(x) / (z - x)`, with the shape of ``z``.
 
-    On the support of a continuous law the value is that of the upper side, where
-    :math:`p(x) = -\operatorname{Im} G(x) / \pi`.
+    On the support of a continuous law, the value is the limit from above, for which
+    :math:`p(x) = -\operatorname{Im} G(x) / \pi`. The result is complex128.
 
     Args:
         measure: A law, another density, a ``Spectrum``, or eigenvalues ``(n,)``. A density whose
-            transform has no closed form, such as a Tracy-Widom law, is replaced by a cosine series,
-            to 1e-11. If it is not smooth, it is replaced by 2,000 points, which are accurate at
-            distances from the support above 0.01 of its width.
-        z: Real or complex points. At an eigenvalue or another atom, where :math:`G` has a pole, the
+            transform has no closed form, such as a Tracy-Widom law, is replaced by a cosine series
+            with an error of 1e-11. A density that is not smooth is replaced by 2,000 points, which
+            are accurate if ``z`` is farther from the support than 0.01 of its width.
+        z: Real or complex points. At an eigenvalue or another atom, :math:`G` has a pole, and the
             value is NaN.
     """
-    # Convert to complex128 at once: torch would make a complex64 tensor of a Python number.
-    return as_measure(measure).stieltjes(torch.as_tensor(z, dtype=torch.complex128))
+    known = as_measure(measure)
+    try:
+        # Convert to complex128 at once, because torch would convert a Python number to complex64.
+        points = torch.as_tensor(z, dtype=torch.complex128)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"z must be numbers or a tensor, got {short(z)}") from error
+    return known.stieltjes(points)
 
 
 def blue(measure: Measure, g: float | Tensor) -> Tensor:
     r"""Return the inverse of the Stieltjes transform, :math:`B(G(z)) = z`, at real points.
 
-    :math:`z` lies outside the support: above it for positive ``g``, below it for negative ``g``.
+    The result :math:`z` lies outside of the support: above it for positive ``g``, below it for
+    negative ``g``.
 
     Args:
         measure: As in :func:`stieltjes`.
         g: Points between the values of :math:`G` at the lower and the upper edge, not 0.
     """
     known = as_measure(measure)
-    target = torch.as_tensor(g, dtype=torch.float64)
+    target = as_points(g, "g")
     side = torch.where(target < 0, -1.0, 1.0).double()
 
-    # |G| falls monotonically with the distance from the support, on either side.
+    # On either side, |G| decreases with the distance from the support.
     def gap(z: Tensor) -> Tensor:
         return side * known.stieltjes(z.to(torch.complex128)).real - target.abs()
 
@@ -312,9 +330,9 @@ def r_transform(measure: Measure, g: float | Tensor) -> Tensor:
 
     Args:
         measure: As in :func:`stieltjes`.
-        g: As in :func:`blue`; where ``g`` is nearly 0, R is nearly the mean and loses digits.
+        g: As in :func:`blue`. If ``g`` is close to 0, R is close to the mean and loses digits.
     """
-    target = torch.as_tensor(g, dtype=torch.float64)
+    target = as_points(g, "g")
     return blue(measure, target) - 1 / target
 
 
@@ -325,19 +343,17 @@ def s_transform(measure: Measure, y: float | Tensor) -> Tensor:
         \qquad S(y) = \frac{1}{s (1 + q y)} \text{ for Marchenko-Pastur}
 
     Args:
-        measure: As in :func:`stieltjes`, of positive mean and without negative eigenvalues.
+        measure: As in :func:`stieltjes`, with positive and without negative eigenvalues.
         y: Points between minus the mass of positive eigenvalues and :math:`T` at the upper edge,
             not 0.
     """
     known = as_measure(measure)
-    if known.support[0] < 0 or not known.moment(1) > 0:
-        raise ValueError(f"measure must have no negative eigenvalues, and not 0 alone, got the "
-                         f"support {known.support}")  # fmt: skip
-    target = torch.as_tensor(y, dtype=torch.float64)
+    check_nonnegative("measure", known)
+    target = as_points(y, "y")
     side = torch.where(target < 0, -1.0, 1.0).double()
 
-    # |z G - 1| falls with the distance as well. For negative y take z to the left of 0, where the
-    # sign of x / (z - x) is constant.
+    # |z G - 1| decreases with the distance as well. For negative y, take z to the left of 0, where
+    # the sign of x / (z - x) does not change.
     def gap(z: Tensor) -> Tensor:
         value = (z * known.stieltjes(z.to(torch.complex128)) - 1).real
         return side * value - target.abs()
@@ -354,16 +370,16 @@ def _outside(
     *,
     negative: bool = False,
 ) -> Tensor:
-    """Return roots of ``gap`` outside of the support, by bisection of the log distance from it.
+    """Return roots of ``gap`` outside of the support, by bisection in the log of the distance.
 
-    ``gap`` must fall with the distance. The roots lie to the right of the support for ``side`` 1
-    and to the left for -1; with ``negative`` also to the left of 0.
+    ``gap`` must decrease with the distance from the support. The roots lie to the right of the
+    support for ``side`` 1 and to the left for ``side`` -1; with ``negative`` also to the left of 0.
     """
     low, high = known.support
     left = min(low, 0.0) if negative else low
     width = max(high - low, abs(high), abs(low))
     start = torch.where(side > 0, torch.full_like(side, high), torch.full_like(side, left))
-    # The smallest distance at which roundoff does not move the point onto the edge.
+    # At the smallest distance, roundoff must not move the point onto the edge.
     near = (1e-15 * start.abs().clamp(min=width)).log()
     far = torch.full_like(start, TUNING.reach * width).log()
     inside = (gap(start + side * near.exp()) >= 0) & (gap(start + side * far.exp()) <= 0)

@@ -20,7 +20,9 @@ from ritz._core.checks import (
     check_range,
     check_type,
     is_below,
+    short,
 )
+from ritz._core.density import as_points, broadcast
 from ritz.rmt._laws import Law
 from ritz.rmt._transforms import Measure, as_measure
 from ritz.rmt.diffusion import check_covariance, check_start, positive_definite
@@ -48,7 +50,7 @@ class Spread(NamedTuple):
 def lanczos_error(
     largest: float, second: float, smallest: float, *, num_steps: int, overlap: float
 ) -> float:
-    r"""Return a bound of :math:`\lambda_1 - \theta_1` after ``m`` Lanczos steps.
+    r"""Return a bound on :math:`\lambda_1 - \theta_1` after ``m`` Lanczos steps.
 
     .. math:: \lambda_1 - \theta_1 \le (\lambda_1 - \lambda_n)
         \frac{\tan^2 \vartheta}{T_{m-1}(1 + 2 \rho)^2}, \qquad
@@ -76,7 +78,7 @@ def lanczos_error(
 def power_error(
     largest: float, second: float, smallest: float, *, num_steps: int, overlap: float
 ) -> float:
-    r"""Return a bound of :math:`\lambda_1 - \theta_1` after :math:`m - 1` power iterations.
+    r"""Return a bound on :math:`\lambda_1 - \theta_1` after :math:`m - 1` power iterations.
 
     .. math:: \lambda_1 - \theta_1 \le (\lambda_1 - \lambda_n) \tan^2 \vartheta\,
         \Big(\frac{\max(\lambda_2, |\lambda_n|)}{\lambda_1}\Big)^{2 (m - 1)}
@@ -98,7 +100,9 @@ def power_error(
     num_steps = check_count("num_steps", num_steps)
     rest = max(abs(second), abs(smallest))
     if not largest > rest:
-        raise ValueError(f"largest must exceed all others in absolute value, got {largest}, {rest}")
+        raise ValueError(
+            f"largest must exceed all other eigenvalues in absolute value, got {largest} and {rest}"
+        )
     shrinking = (rest / largest) ** (2 * (num_steps - 1))
     return (largest - smallest) * _tangent(overlap) * shrinking
 
@@ -120,9 +124,10 @@ def krylov_factors(gap: float | Tensor, *, num_steps: int | Tensor) -> Krylov:
         >>> print(f"{lanczos:.1e} {power:.1e}")
         5.5e-05 1.8e-01
     """
-    gaps, steps = torch.as_tensor(gap, dtype=torch.float64), torch.as_tensor(num_steps).double()
-    if not bool((gaps >= 1).all()) or not bool((steps >= 1).all()):
-        raise ValueError(f"gap and num_steps must be at least 1, got {gap} and {num_steps}")
+    gaps, steps = broadcast(gap=as_points(gap, "gap"), num_steps=as_points(num_steps, "num_steps"))
+    for name, values in (("gap", gaps), ("num_steps", steps)):
+        if not bool((values >= 1).all()):
+            raise ValueError(f"{name} must be at least 1, got {float(values.min()):g}")
     # T_k(1 + 2 r) = cosh(2 k arsinh sqrt r) with r = gap - 1, without cancellation for small gaps
     angle = 2 * (steps - 1) * torch.asinh((gaps - 1).sqrt())
     return Krylov(torch.cosh(angle) ** -2, gaps ** (-2 * (steps - 1)))
@@ -182,7 +187,7 @@ def moment_correction(degree: int, size: int, *, bound: float, stddev: float) ->
 
 
 def probe_variance(size: int, *, condition: float) -> float:
-    r"""Return a bound of the relative variance of one Gaussian probe of the trace.
+    r"""Return a bound on the relative variance of one Gaussian probe of the trace.
 
     .. math:: \frac{\operatorname{Var} z^\top A z}{(\operatorname{tr} A)^2} =
         \frac{2 \sum \lambda_i^2}{(\sum \lambda_i)^2} \le
@@ -245,7 +250,7 @@ def entropy_concentration(num_samples: int, *, degrees: int, level: float = 0.95
 
 
 def edge_perturbation(first: Tensor, second: Tensor) -> float:
-    r"""Return a bound of the spectral norm of the change of a normalised Laplacian by one edge.
+    r"""Return a bound on the spectral norm of the change of a normalised Laplacian by one edge.
 
     .. math:: \|\Delta L\| \le \frac1{\sqrt{(d_1 + 1)(d_2 + 1)}} + \max_{i = 1, 2}
         \Big(\frac1{\sqrt{d_i}} - \frac1{\sqrt{d_i + 1}}\Big) \sqrt{\sum_{g \sim i} \frac1{d_g}}
@@ -262,8 +267,9 @@ def edge_perturbation(first: Tensor, second: Tensor) -> float:
     losses = []
     for name, degrees in (("first", first), ("second", second)):
         if not (isinstance(degrees, Tensor) and degrees.numel() and bool((degrees >= 1).all())):
-            raise ValueError(f"{name} must be the degrees of the neighbours, at least 1, got "
-                             f"{degrees}")  # fmt: skip
+            raise ValueError(
+                f"{name} must be a tensor of degrees of at least 1, got {short(degrees)}"
+            )
         d = degrees.numel()
         # Elements of the row shrink from 1/sqrt(d d_g) to 1/sqrt((d + 1) d_g).
         shrinking = 1 / math.sqrt(d) - 1 / math.sqrt(d + 1)
@@ -377,8 +383,8 @@ def break_even_rate(eigenvalues: Tensor, *, num_steps: int, noise: Tensor | floa
     low, high = edge * 1e-15, edge * (1 - 1e-12)
     if not gap(low) < 0 < gap(high):
         raise ValueError(
-            f"eigenvalues and num_steps must have their break-even between {low:.3g} and "
-            f"{high:.3g}, to float64: the flattest direction dominates the average"
+            f"eigenvalues must have a break-even rate between {low:.3g} and {high:.3g}, got one "
+            "outside: the flattest direction dominates the average"
         )
     return float(brentq(gap, low, high, xtol=1e-300, rtol=1e-14))
 
@@ -413,7 +419,7 @@ def dependent_average_variance(covariances: Tensor, *, eigenvalue: float, num_st
 
 
 def preconditioned_iterate_loss(preconditioner: Tensor, *, noise: Tensor, rate: float) -> float:
-    r"""Return a bound of the loss of the last iterate of preconditioned SGD after many steps.
+    r"""Return a bound on the loss of the last iterate of preconditioned SGD after many steps.
 
     .. math:: \frac\alpha2 \operatorname{tr} B^{-1} \Sigma \qquad
         \text{if } \alpha H \le B
@@ -442,7 +448,7 @@ def preconditioned_average_loss(
     rate: float,
     num_steps: int,
 ) -> float:
-    r"""Return a bound of the loss of the average of :math:`w_0, \dots, w_n`, preconditioned by B.
+    r"""Return a bound on the loss of the average of :math:`w_0, \dots, w_n`, preconditioned by B.
 
     .. math:: \min\Big(\frac{\operatorname{tr} H^{-1} \Sigma}{n + 1},
         \frac\alpha2 \operatorname{tr} B^{-1} \Sigma\Big) + \min\Big(
@@ -489,7 +495,7 @@ def preconditioned_average_loss(
 
 
 def regret(*, distance: float, noise: float, rate: float, num_steps: int) -> float:
-    r"""Return a bound of the loss of the average iterate of SGD on a convex risk.
+    r"""Return a bound on the loss of the average iterate of SGD on a convex risk.
 
     .. math:: \mathbb{E} L(\bar w) - L^* \le \frac{D^2}{2 \alpha T} + \alpha \sigma^2
         \qquad \text{if } \alpha \beta \le 1
@@ -535,8 +541,9 @@ def _check_order(largest: float, second: float, smallest: float) -> None:
     for name, value in (("largest", largest), ("second", second), ("smallest", smallest)):
         check_range(name, value)
     if not largest >= second > smallest:
-        raise ValueError(f"largest, second and smallest must descend, got {largest}, {second} and "
-                         f"{smallest}")  # fmt: skip
+        raise ValueError(
+            f"largest, second and smallest must descend, got {largest}, {second} and {smallest}"
+        )
 
 
 def _tangent(overlap: float) -> float:
@@ -549,5 +556,7 @@ def _tangent(overlap: float) -> float:
 def _eigenvalues(values: Tensor) -> Tensor:
     positive = isinstance(values, Tensor) and values.ndim == 1 and len(values) > 0
     if not (positive and bool(((values > 0) & (values < math.inf)).all())):
-        raise ValueError(f"eigenvalues must be a tensor (d,) of positive numbers, got {values}")
+        raise ValueError(
+            f"eigenvalues must be a tensor (d,) of positive numbers, got {short(values)}"
+        )
     return values.detach().double()

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_finite, check_positive, check_range, check_type
+from ritz._core.checks import (
+    check_count,
+    check_finite,
+    check_positive,
+    check_range,
+    check_type,
+    short,
+)
 from ritz._core.density import as_points
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
@@ -221,6 +228,7 @@ def log_determinant(gaussian: Gaussian) -> float:
 
     Reference: Appendix B.
     """
+    check_type("gaussian", gaussian, Gaussian, "a Gaussian")
     # The determinant itself would underflow in a few hundred dimensions.
     sign, value = torch.linalg.slogdet(gaussian.covariance)
     return float(value) if float(sign) > 0 else -math.inf
@@ -260,8 +268,9 @@ def hellinger(first: Gaussian, second: Gaussian) -> float:
 def positive_definite(name: str, matrix: Tensor) -> Tensor:
     """Return a symmetric positive definite matrix in float64, checked."""
     A = _square(name, matrix)
-    if not float(torch.linalg.eigvalsh(A)[0]) > 0:
-        raise ValueError(f"{name} must be positive definite")
+    smallest = float(torch.linalg.eigvalsh(A)[0])
+    if not smallest > 0:
+        raise ValueError(f"{name} must be positive definite, got an eigenvalue of {smallest:.6g}")
     return A
 
 
@@ -286,8 +295,11 @@ def _square(name: str, matrix: Tensor) -> Tensor:
     check_type(name, matrix, Tensor, "a tensor")
     A = matrix.detach().double()
     check_finite(name, A)
-    if A.ndim != 2 or A.shape[0] != A.shape[1] or not torch.allclose(A, A.T):
-        raise ValueError(f"{name} must be symmetric, got {tuple(A.shape)}")
+    if A.ndim != 2 or A.shape[0] != A.shape[1]:
+        raise ValueError(f"{name} must be (d, d), got {tuple(A.shape)}")
+    if not torch.allclose(A, A.T):
+        worst = float((A - A.T).abs().max())
+        raise ValueError(f"{name} must be symmetric, got entries that differ by {worst:.3g}")
     return A
 
 
@@ -316,5 +328,5 @@ def _rates(rates: Sequence[float] | Tensor) -> list[float]:
     values = as_points(rates, "rates")
     check_finite("rates", values)
     if values.ndim != 1 or bool((values < 0).any()):
-        raise ValueError("rates must be one learning rate per step, at least 0")
+        raise ValueError(f"rates must be learning rates (n,) of at least 0, got {short(rates)}")
     return [float(rate) for rate in values]

@@ -275,7 +275,7 @@ class _System:
         values = eigenvalues.detach().double().reshape(-1)
         check_finite("eigenvalues", values)
         if not len(values):
-            raise ValueError("eigenvalues must not be empty")
+            raise ValueError("eigenvalues must have at least one entry, got none")
         alpha = per_direction("rate", rate, values, low=0.0)
         self.start = per_direction("start", start, values)
         self.step_variance = alpha.square() * per_direction("noise", noise, values, low=0.0)

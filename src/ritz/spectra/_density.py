@@ -11,8 +11,7 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count
 from ritz._core.density import NO_ATOMS, Atoms, SampledDensity, as_points
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, resolve_generator
-from ritz._core.sampling import draw_probes
+from ritz._core.random import Probe, draw_probes, resolve_generator
 from ritz._core.storage import storable
 from ritz.operators import OperatorLike, as_operator
 from ritz.spectra._functions import ritz_rules
@@ -141,7 +140,7 @@ class SmoothedDensity(SampledDensity):
 
     @property
     def atoms(self) -> Atoms:
-        """None: points became Gaussians."""
+        """No atoms: the points were replaced by Gaussians."""
         return NO_ATOMS
 
     def moment(self, degree: int) -> float:
@@ -219,7 +218,7 @@ class PolynomialDensity(SampledDensity):
 
     @property
     def atoms(self) -> Atoms:
-        """None: a series is continuous."""
+        """No atoms: the series is continuous."""
         return NO_ATOMS
 
     @property

@@ -10,9 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from ritz._core.checks import check_choice, check_count, check_range, is_below
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import resolve_generator
+from ritz._core.random import draw_probes, resolve_generator
 from ritz._core.results import Estimate, Status
-from ritz._core.sampling import draw_probes
 from ritz.operators import FunctionOperator, KernelOperator, LinearOperator
 from ritz.spectra._lanczos import TUNING as LANCZOS
 from ritz.spectra._lanczos import Recurrence, step

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import is_below
-from ritz._core.random import resolve_generator
-from ritz._core.sampling import ROUNDOFF, draw_probes
+from ritz._core.random import draw_probes, resolve_generator
+from ritz._core.sampling import ROUNDOFF
 from ritz.operators import LinearOperator, exact
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, resolve_generator
+from ritz._core.random import Probe, draw_probes, resolve_generator
 from ritz._core.results import Estimate, Status, power_of_two
 from ritz._core.sampling import (
     FEWEST,
@@ -19,7 +19,6 @@ from ritz._core.sampling import (
     check_samples,
     column_dots,
     doubt_equal_samples,
-    draw_probes,
     is_settled,
 )
 from ritz.operators import LinearOperator, OperatorLike, as_operator, exact

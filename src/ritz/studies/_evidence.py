@@ -1,8 +1,8 @@
-"""Results of studies beside the published ones, as rows of one page.
+"""``Evidence``: published figures beside measured ones, their verdicts, and the page of all rows.
 
 A study compares its result with the published tables and figures in ``evidence(result)``, which
-returns a list of :class:`Evidence`. ``setting(result)``, if it has that function, says in one line
-on what network and data. :func:`evidence` collects the rows of all saved results.
+returns a list of :class:`Evidence`. If it has a function ``setting(result)``, this returns one line
+on the network and the data. :func:`evidence` collects the rows of all saved results.
 """
 
 import math
@@ -44,13 +44,13 @@ class Evidence:
     Attributes:
         paper: Key of the paper; see ``PAPERS``.
         where: Table or figure.
-        what: The quantity.
-        published: The published figure, or what the text says.
+        what: Name of the quantity.
+        published: The published figure, or what the text claims.
         measured: The measured figure with its spread over seeds.
         verdict: ``agrees``, ``differs``, ``undecided`` if the scatter between seeds is too large to
-            tell, or ``extends`` if there is no published figure for it; see :func:`judge`.
-        why: The reason for a difference, or a condition that has to be known: a note below the
-            table.
+            tell, or ``extends`` if there is no published figure; see :func:`judge`.
+        why: Note below the table: the reason for a difference, or a condition that the reader must
+            know.
     """
 
     paper: str
@@ -63,7 +63,7 @@ class Evidence:
 
 
 def spread(values: Tensor) -> str:
-    """Return mean and standard error of the values that are not NaN as text; a dash for none."""
+    """Return mean and standard error of the finite values as text; a dash if there are none."""
     found = values[values.isfinite()]
     if not len(found):
         return "-"
@@ -82,17 +82,20 @@ def judge(
 ) -> dict[str, Any]:
     """Return verdict and reason for values by seed whose mean was published to lie in a range.
 
-    The mean with two standard errors on both sides agrees inside the range and differs outside.
-    Across an end of the range it is undecided, so values that scatter widely never agree.
+    Take the interval of two standard errors on both sides of the mean. The verdict is ``agrees`` if
+    the interval lies inside of the range, and ``differs`` if it lies outside. If an end of the
+    range lies inside of the interval, the verdict is ``undecided``. Values that scatter widely
+    therefore never agree.
 
     Args:
-        values: By seed. With NaN, for a run that failed, or without values it is undecided.
+        values: One value per seed. The verdict is ``undecided`` if there are none, or if one is NaN
+            because its run failed.
         low: Lower end of the range.
-        high: Upper end.
-        note: A condition that has to be known.
-        cause: The likely cause, if the values are not as published.
+        high: Upper end of the range.
+        note: A condition that the reader must know.
+        cause: The likely cause, used if the verdict is not ``agrees``.
     """
-    # One run has no scatter, so its value stands for the mean; no run has the mean NaN.
+    # A single run has no scatter, so its value is compared. The mean of no runs is NaN.
     error = float(stderr(values)) if len(values) > 1 else 0.0
     verdict = located(float(values.mean()), error, low, high)
     notes = (note, "one seed" * (len(values) == 1), cause * (verdict != "agrees"))
@@ -104,7 +107,7 @@ def located(mean: float, error: float, low: float, high: float) -> Verdict:
     least, most = mean - 2 * error, mean + 2 * error
     if low < least and most < high:
         return "agrees"
-    # NaN is in no range, and outside of none.
+    # NaN is neither inside nor outside of a range.
     return "differs" if most < low or high < least else "undecided"
 
 
@@ -120,17 +123,18 @@ def signed(
     """Return verdict and reason for differences within each seed, whose sign was published.
 
     Args:
-        differences: By seed; the scatter between seeds cancels in them.
-        sign: -1, 1, or 0 if they were published to be about zero.
-        size: The published size, if it can be expected here. Differences that may be zero and are
-            certainly smaller differ: such an effect would have been seen.
+        differences: One difference per seed, in which the scatter between seeds cancels.
+        sign: -1, 1, or 0 if the differences were published to be about zero.
+        size: The published size, if it can be expected here. If the interval contains zero but is
+            certainly below this size, the verdict is ``differs``, because the effect would have
+            been seen.
         margin: Size from which a difference matters; only for the sign 0.
-        note: A condition that has to be known, for another sign than 0.
-        cause: The likely cause, if the result is not as published.
+        note: A condition that the reader must know; only for the signs -1 and 1.
+        cause: The likely cause, used if the verdict is not ``agrees``.
     """
     if not sign:
         return near(differences, 0.0, margin, cause=cause)
-    # Differences and the range of positive numbers, both mirrored for a negative sign.
+    # The range is that of positive numbers. For a negative sign, mirror the differences instead.
     known = judge(sign * differences, low=0.0, note=note, cause=cause)
     seen = known["verdict"] != "undecided" or math.isinf(size)
     return known if seen else judge(sign * differences, low=abs(size), note=note, cause=cause)
@@ -140,10 +144,10 @@ def near(values: Tensor, published: float, tolerance: float, *, cause: str = "")
     """Return verdict and reason for values by seed whose mean was published as a number.
 
     Args:
-        values: By seed.
-        published: The number.
-        tolerance: Distance from it that counts as equal.
-        cause: The likely cause, if the values are not as published.
+        values: One value per seed.
+        published: The published number.
+        tolerance: Largest distance that counts as equal.
+        cause: The likely cause, used if the verdict is not ``agrees``.
     """
     low, high = published - tolerance, published + tolerance
     return judge(values, low, high, note=f"tolerance {tolerance:g}", cause=cause)
@@ -151,18 +155,18 @@ def near(values: Tensor, published: float, tolerance: float, *, cause: str = "")
 
 def points(effect: float) -> float:
     """Return the tolerance of an accuracy in percent, in a table about an effect of this size."""
-    # Nearer to the published value than to the one that it is compared with.
+    # At most half of the effect: closer to the published value than to the one it is compared with.
     return min(POINTS, round(abs(effect) / 2, 3))
 
 
 def all_of(*parts: dict[str, Any]) -> dict[str, Any]:
     """Return verdict and reason for a claim with several parts, as from :func:`judge`.
 
-    It differs if one part does, and agrees if all of them do. Without parts it is undecided.
+    The claim differs if one part does, and agrees if all parts do. Without parts it is undecided.
     """
     verdicts = [part["verdict"] for part in parts] or ["undecided"]
     verdict = next((each for each in ("differs", "undecided") if each in verdicts), "agrees")
-    # What several parts say is said once.
+    # A reason of several parts is listed once.
     reasons = dict.fromkeys(
         reason for part in parts for reason in part["why"].split("; ") if reason
     )
@@ -175,7 +179,7 @@ def all_of(*parts: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Section:
-    """The rows that one saved result has for one paper."""
+    """The rows of one saved result that belong to one paper."""
 
     name: str
     result: Any
@@ -195,7 +199,7 @@ def evidence(folder: str | os.PathLike[str]) -> str:
         result = load(path)
         rows: dict[str, list[Evidence]] = {}
         for row in _study(result).evidence(result):
-            # A part that is the same at all settings is listed once, for the first result.
+            # A row that is the same in several results is listed once, for the first result.
             if row not in known:
                 rows.setdefault(row.paper, []).append(row)
         known |= {row for listed in rows.values() for row in listed}
@@ -226,7 +230,7 @@ def _counts(sections: dict[str, list[_Section]]) -> Iterator[str]:
 def _lines(section: _Section) -> Iterator[str]:
     study, notes = _study(section.result), list[str]()
     yield from (f"### {section.name}", "")
-    # The first line of the docstring says what the study is, its setting on what.
+    # The first line of the docstring says what the study is; `setting` adds the network and data.
     about = [(study.__doc__ or "").partition("\n")[0]]
     about += [study.setting(section.result)] if hasattr(study, "setting") else []
     yield from (" ".join(about), "")
@@ -255,11 +259,11 @@ def _study(result: Any) -> Any:
 
 
 def _command(result: Any) -> str:
-    """Return the command that makes a result: the nearest size, and what differs from it."""
+    """Return the command that computes a result: the nearest size, and the options that differ."""
     name = type(result).__module__.rpartition(".")[2]
     sizes = {"": type(result.config)(), **getattr(_study(result), "SIZES", {})}
     options = {size: list(_changes(result.config, base)) for size, base in sizes.items()}
-    # The default wins where several sizes are equally near.
+    # If several sizes are equally near, the default comes first.
     size = min(options, key=lambda size: len(options[size]))
     return " ".join([f"ritz study {name}", *([f"--size {size}"] if size else []), *options[size]])
 
@@ -277,6 +281,6 @@ def _text(value: Any) -> str:
 
 def _origin(result: Any) -> str:
     known = result.versions
-    # Older results have fewer facts.
+    # Older results have fewer entries.
     parts = [known.get("date"), known.get("machine"), f"torch {known['torch']}"]
     return ", ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""What a study is, and how it is found, configured from text and written to a folder.
+"""Find, configure and run a study, and write its result to a folder; what studies share.
 
 A study is a module of this package with a frozen ``Config`` that has a ``seed``, a function
 ``run(config, *, progress=False)`` and the ``Result`` it returns, both storable. It may have
@@ -116,7 +116,7 @@ def run(
     progress: bool | Progress = False,
 ) -> Any:
     """Return the result of a study. Finished parts are saved in ``folder`` until :func:`write`."""
-    # Studies of seconds have nothing to resume.
+    # Studies that take seconds do not resume.
     if "state" not in inspect.signature(study.run).parameters:
         return study.run(config, progress=progress)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Pa
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # The numbers first: a figure that fails must not lose hours of work.
+    # Save the numbers first, so that a figure that fails does not lose hours of work.
     save(result, folder / "result.safetensors")
     remove_state(folder / STATE)
     figure = getattr(study, "figure", None)
@@ -140,7 +140,9 @@ def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Pa
 
     drawing = figure(result)
     picture = save_figure(drawing, folder / "figure.png", dpi=150)
-    pyplot.close(drawing)  # pyplot holds every open figure, and a session may run many studies
+    pyplot.close(
+        drawing
+    )  # pyplot keeps every open figure in memory, and a session may run many studies
     return folder / "result.safetensors", picture
 
 
@@ -190,7 +192,7 @@ def check_minimums(config: Any, **lows: float) -> None:
     for name, low in lows.items():
         value = getattr(config, name)
         if value == ():
-            raise ValueError(f"{name} must not be empty")
+            raise ValueError(f"{name} must have at least one entry, got none")
         # Tuples are checked entry by entry.
         for entry in value if isinstance(value, tuple) else (value,):
             check: Any = check_count if isinstance(low, int) else check_range

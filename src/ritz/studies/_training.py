@@ -26,7 +26,7 @@ NARROW: dict[str, dict[str, Any]] = {"mlp": {"hidden": (64,)}, "lenet": {"width"
 
 
 def load_pooled(config: Any, device: torch.device | str) -> tuple[Samples, Samples]:
-    """Return training and test samples, of images averaged over squares of ``config.pool``."""
+    """Return training and test samples: images averaged over squares of ``config.pool`` pixels."""
     images: Any = data.load(config.dataset, data_dir=config.data, device=device)
     count = min(config.num_samples, len(images.train))
     train = images.train.take(count, generator=seeded(config.seed))
@@ -36,7 +36,7 @@ def load_pooled(config: Any, device: torch.device | str) -> tuple[Samples, Sampl
 
 
 def initial_network(name: str, config: Any, train: Samples) -> nn.Module:
-    """Return a network by name, with initial weights that depend on the seed only."""
+    """Return a network by name, with initial weights that depend only on the seed."""
     classes, shape = int(train[1].max()) + 1, tuple(train[0].shape[1:])
     # Layers draw from the global generator, which the user may have seeded.
     with torch.random.fork_rng(devices=[]):
@@ -48,7 +48,7 @@ def initial_network(name: str, config: Any, train: Samples) -> nn.Module:
 def small_network(
     images: Any, width: int, generator: torch.Generator, *, batch_norm: bool = True
 ) -> nn.Sequential:
-    """Return three convolutions, with batch norm or not, each of which halves the image."""
+    """Return three convolutions, each of which halves the image, with or without batch norm."""
     channels, layers = [images.shape[0], width, 2 * width, 4 * width], list[nn.Module]()
     for before, after in pairwise(channels):
         layers.append(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=not batch_norm))
@@ -105,7 +105,7 @@ def train_epochs(
 def with_wrong_labels(
     labels: Tensor, share: float, classes: int, generator: torch.Generator
 ) -> Tensor:
-    """Return labels of which a share is wrong, each of the other classes equally often."""
+    """Return labels, a fraction of which is replaced by one of the other classes at random."""
     # Drawn without replacement: the share is exact for every seed.
     wrong = torch.randperm(len(labels), generator=generator)[: round(share * len(labels))]
     labels = labels.clone()

@@ -1,14 +1,14 @@
 """Why small networks differ from published figures on damping: two controlled comparisons.
 
-In the study ``adaptive_gap`` the largest eigenvalue of a LeNet rises with the damping of Adam.
+In the study ``adaptive_gap``, the largest eigenvalue of a LeNet rises with the damping of Adam.
 Granziol et al. (2020), *Explaining the Adaptive Generalisation Gap*, Table 2, find that it falls.
-And Lanczos-Newton steps are behind Adam, unlike in *Spectral Machine Learning*, Fig. 4.2b. This
-study changes one thing at a time:
+Also, Lanczos-Newton steps are slower than Adam, unlike in *Spectral Machine Learning*, Fig. 4.2b.
+This study changes one thing at a time:
 
-* ``loss``: the largest eigenvalue at equal training loss instead of after equal epochs, with the
-  learning rate as it is and multiplied by the damping.
-* ``momentum``: the running training error of Lanczos-Newton steps, SGD and Adam, all without
-  momentum, and of the latter two with it.
+* ``loss``: the largest eigenvalue at equal training loss instead of after equal epochs, with a
+  fixed learning rate and with one that grows with the damping.
+* ``momentum``: the running training error of Lanczos-Newton steps, SGD and Adam without momentum,
+  and of SGD and Adam with momentum.
 """
 
 import math
@@ -30,7 +30,7 @@ from ritz.studies._training import Samples, train_epochs
 from ritz.training import fit
 
 NEWTON: dict[str, Any] = {"num_steps": 20, "start": "random", "matrix": "ggn"}
-# By name the optimiser that ``fit`` knows and its settings.
+# Name of the optimiser in ``fit`` and its settings, by method.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "Lanczos-Newton 0.1": ("lanczos_newton", NEWTON | {"lr": 0.1, "delta": 1.0}),
     "SGD 0.03": ("sgd", {"lr": 0.03, "momentum": 0.0}),
@@ -192,11 +192,11 @@ def evidence(result: Result) -> list[Evidence]:
             where="Figure 4.2b",
             what=f"training error in % after {config.num_epochs} epochs, without momentum",
             published="Lanczos-Newton below Adam and SGD",
-            measured=f"{newton} {means[newton]:.3g}; "
-            + "; ".join(f"best {kind} {means[one]:.3g}" for kind, one in best.items()),
+            measured=f"{newton}: {means[newton]:.3g}; "
+            + "; ".join(f"best {kind}: {means[one]:.3g}" for kind, one in best.items()),
             verdict=signed(result.errors[newton] - result.errors[lowest], -1)["verdict"],
             # What momentum adds is its share of the lead of the published curves.
-            why="beside them "
+            why="with momentum: "
             + ", ".join(f"{name} {means[name]:.3g}" for name in METHODS if "momentum" in name),
         )
     )

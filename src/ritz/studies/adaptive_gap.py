@@ -4,14 +4,14 @@ After Granziol et al. (2020), *Explaining the Adaptive Generalisation Gap*, Fig.
 2, and *Spectral Machine Learning*, Fig. 4.2b. Three parts:
 
 * ``lopt``: logistic regression on 1,000 digits by damped Newton steps in the Krylov space. A factor
-  ``eta`` makes the steps along sharp directions smaller. The table has training and test error by
-  damping and factor.
+  ``eta`` makes the steps along sharp directions smaller. The table shows training and test error
+  for each damping and factor.
 * ``grid``: a network trained by an optimiser with damping, for several learning rates and dampings,
-  and by SGD. The table has the errors, and the largest eigenvalue at the end.
+  and by SGD. The table shows the errors and the largest eigenvalue at the end.
 * ``newton``: Lanczos-Newton steps compared with Adam and SGD, after the same number of epochs and
   after the same time.
 
-All methods have the same samples and initial weights for each seed.
+For each seed, all methods have the same samples and initial weights.
 """
 
 import math
@@ -34,7 +34,7 @@ from ritz.data import Augmentation
 from ritz.optim import LanczosNewton
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs
-from ritz.studies._adaptive_figure import draw
+from ritz.studies._adaptive_gap_figure import draw
 from ritz.studies._evidence import Evidence, all_of, located, signed
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, seeded, track
 from ritz.training import fit
@@ -486,7 +486,7 @@ def _at(times: Tensor, errors: Tensor, budget: float) -> float:
 
 
 def evidence(result: Result) -> list[Evidence]:
-    """Return the statements of the papers beside the measured numbers."""
+    """Return the claims of the papers beside the measured numbers."""
     return [*_lopt_evidence(result), *_grid_evidence(result), *_curve_evidence(result)]
 
 
@@ -514,7 +514,7 @@ def _lopt_evidence(result: Result) -> list[Evidence]:
     if not len(result.lopt):
         return []
     setup, (train, test) = SETUPS[result.config.size], 100 * result.lopt  # by seed
-    note = f"{setup.num_steps} steps, basis every {setup.interval}; the paper says neither"
+    note = f"{setup.num_steps} steps, basis every {setup.interval}; the paper states neither"
     mean = test.mean(0)[:, 0]
     best, deltas = int(mean.argmin()), _listed(setup.deltas)
     # What eta = 10 adds to the errors of eta = 1 at the dampings at which both fit the data.
@@ -540,7 +540,7 @@ def _grid_evidence(result: Result) -> list[Evidence]:
         cause = (
             "the cause was tested for damped Adam only"
             if name == "kfac"
-            else "more damping trains more slowly, see adaptive_causes for equal loss"
+            else "more damping trains more slowly; see adaptive_causes for equal loss"
         )
         dampings = _listed(grid.deltas)
         for i, rate in enumerate(grid.rates):
@@ -607,13 +607,13 @@ def _curve_evidence(result: Result) -> list[Evidence]:
     best = {kind: min(names, key=lambda name: (math.isnan(means[name]), means[name]))
             for kind, names in kinds.items()}  # fmt: skip
     ahead = [errors[best["Lanczos-Newton"]] - errors[best[kind]] for kind in ("SGD", "Adam")]
-    text = "; ".join(f"{name} {_listed([mean])}" for name, mean in means.items())
+    text = "; ".join(f"{name}: {_listed([mean])}" for name, mean in means.items())
     ratio = _seconds(curves[newton[0]]) / _seconds(curves[kinds["SGD"][0]])
     cause = "a small network, and SGD and Adam have momentum; see adaptive_causes"
     return [
         _row("Figure 4.2b", f"training error in % after {epochs} epochs, batches of "
              f"{SETUPS[result.config.size].batch_size}", "Lanczos-Newton below Adam and SGD",
-             "; ".join(f"best {kind} {means[name]:.3g}" for kind, name in best.items()),
+             "; ".join(f"best {kind}: {means[name]:.3g}" for kind, name in best.items()),
              paper="SPECTRA", note=f"all: {text}",
              **all_of(*(signed(lead, -1, cause=cause) for lead in ahead))),
         _row("Section 4.3.1", "cost of a step of Lanczos-Newton in SGD steps", "about 40",

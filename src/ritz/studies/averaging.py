@@ -1,9 +1,9 @@
 """Averaged and final weights compared on digits with wrong labels: Gadam paper, section 5.
 
 After Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 5. A small
-network with batch norm learns the digits of scikit-learn with part of the training labels wrong.
-Its error is measured on held-out digits with correct labels. For every seed, all methods have the
-same split, wrong labels, initial weights and batches, so that differences are paired.
+network with batch norm learns the digits of scikit-learn, with some of the training labels wrong.
+Its error is measured on held-out digits with correct labels. For each seed, all methods have the
+same split, wrong labels, initial weights and batches, so differences between them are paired.
 """
 
 import time

@@ -1,10 +1,10 @@
 """Errors and weight norms of iterates and averages over training: thesis, Figures 7.1 to 7.6.
 
 *Spectral Machine Learning*, sections 7.4 and 7.5, on a small convolutional network (or on VGG-16).
-After every epoch the study records the errors on training and test images of the last iterate and
-of the average, the norms of the weights of both, and the learning rate over the squared norm, which
-is the effective rate of layers before batch norm. An ensemble averages the predictions of the
-networks of all seeds. For one seed all runs have the same initial weights and batches.
+After every epoch, the study records the training and test errors of the last iterate and of the
+average, the norms of the weights of both, and the learning rate over the squared norm, which is the
+effective learning rate of layers before batch norm. An ensemble averages the predictions of the
+networks of all seeds. For each seed, all runs have the same initial weights and batches.
 """
 
 import math
@@ -52,10 +52,12 @@ PANELS: tuple[tuple[str, str, str, str | None, tuple[str, ...]], ...] = (
      ("Gadam", f"SWA, decay {DECAY:g}", "GadamX")),
 )  # fmt: skip
 # What has to be known of a figure.
-NOTES = {"7.2b": {"why": "the schedules end at a half and at 1 %, which alone makes 50"}}
+NOTES = {
+    "7.2b": {"why": "the schedules end at one half and at 1 % of the rate, which alone gives 50"}
+}
 # Likely causes of differences from the paper, by figure.
 CAUSES = {
-    "7.4": "3,000 images are few for the network: with 20,000 (--set num_train=20000, one seed) "
+    "7.4": "3,000 images are few for this network; with 20,000 (--set num_train=20000, one seed) "
     "the gap is 1.9 % at a constant learning rate and 2.6 % after steps",
 }
 

@@ -1,11 +1,12 @@
 """When, how often and with what to average: Gadam paper, Figures 2, 3, 8-10, Tables 7, 8, 14.
 
-A small convolutional network with batch norm learns part of MNIST, with part of the training labels
+A small convolutional network with batch norm learns part of MNIST. Some of the training labels are
 wrong. Every row of the table is one choice: the schedule without averaging, the start of the
-average, how often weights enter it, a start that is found automatically, Lookahead before the
-average, the weight decay, or a learning rate that stays high. For one seed, all choices have the
-same wrong labels, initial weights and batches, so differences between them are paired. An ensemble
-averages the predictions of the networks of all seeds, an iterate average the weights of one.
+average, how often weights enter the average, a start that is found automatically, Lookahead before
+the average, the weight decay, or a learning rate that stays high. For each seed, all choices have
+the same wrong labels, initial weights and batches, so differences between them are paired. An
+ensemble averages the predictions of the networks of all seeds; an iterate average averages the
+weights of one network.
 """
 
 import math

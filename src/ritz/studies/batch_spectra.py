@@ -1,10 +1,9 @@
 """Largest eigenvalue of mini-batches, measured and predicted: Spectral Machine Learning, 5.5-5.6.
 
-Networks are trained by SGD. At several epochs the study draws batches and computes the largest
-eigenvalue of their Hessians and Gauss-Newton matrices. It compares them with four predictions,
-which need products with the matrix of the full data only. Beside them stand the spectral densities
-of all data and of one batch, after the last epoch. ``--size paper`` is VGG-16 on CIFAR-100 on a
-GPU.
+Networks are trained by SGD. At several epochs, the study draws batches and computes the largest
+eigenvalue of their Hessians and Gauss-Newton matrices. It compares them with four predictions that
+need only products with the matrix of all data. After the last epoch, it also computes the spectral
+densities of all data and of one batch. ``--size paper`` is VGG-16 on CIFAR-100 on a GPU.
 """
 
 import itertools
@@ -609,7 +608,7 @@ def _claim(result: Result, place: int) -> Evidence:
         known["why"] += f"; it does not apply to {', '.join(outside)}"
     return Evidence(
         paper="SPECTRA",
-        where="5.6, Figure 5.6" if published else "5.6",
+        where="Section 5.6, Figure 5.6" if published else "Section 5.6",
         what=f"{name} prediction of lambda_1: worst error, B = "
         + ", ".join(f"{size:,}" for size in c.batch_sizes),
         published="within one standard deviation at B = 128" if published else "-",
@@ -654,12 +653,12 @@ def _correction(result: Result) -> Iterator[Evidence]:
     shares = relative.mean((1, 2, 3))[:, nearest]
     yield Evidence(
         paper="SPECTRA",
-        where="5.6",
+        where="Section 5.6",
         what=f"spread of lambda_1: exponent over B, and share at B = {c.batch_sizes[nearest]}",
         published="-1/4, about 30 % at B = 128",
         measured=f"{spread(slopes)}; {float(shares.min()):.0%} to {float(shares.max()):.0%}",
         # Nearer to the published exponent than to that of means.
-        **judge(slopes, low=sum(CORRECTIONS) / 2, cause="nearer to -1/2, as of means over samples"),
+        **judge(slopes, low=sum(CORRECTIONS) / 2, cause="closer to -1/2, as for sample means"),
     )
 
 

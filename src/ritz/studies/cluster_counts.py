@@ -1,9 +1,9 @@
 """Number of clusters in synthetic and real graphs: Spectral Machine Learning, Tables 3.2, 3.3.
 
-Figure 3.5, of large graphs with clusters of mixed kinds and of real graphs, was published as curves
-without numbers. The study compares errors with the statistical error of the random probes instead.
-In the real graphs that have a gap, it lies above the eigenvalue 0, so the count is the number of
-connected components. This also holds for the published 20 clusters of email-Eu-core.
+Figure 3.5 shows large graphs with clusters of mixed kinds, and real graphs. It was published as
+curves without numbers, so the study compares errors with the statistical error of the random
+probes. If a real graph has a gap, the gap lies above the eigenvalue 0, so the count is the number
+of connected components. This also holds for the published 20 clusters of email-Eu-core.
 """
 
 import math

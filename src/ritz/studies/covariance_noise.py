@@ -5,9 +5,9 @@ with covariance noise*. Networks are trained for the same number of epochs with 
 large batches and ghost batch norm, and with large batches and gradient noise. Two examples in two
 dimensions are computed exactly.
 
-The learning rate of a method is the one of a grid with the best validation accuracy for the worst
-of several seeds, which no other run has. So a rate at which one of them diverges is not chosen,
-however good the others are.
+The learning rate of a method is chosen from a grid: the one with the best validation accuracy for
+the worst of several seeds. No other run uses these seeds. A learning rate at which one of them
+diverges is therefore not chosen, however good the others are.
 """
 
 import math
@@ -25,8 +25,8 @@ from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz.curvature import Risk, gradient_statistics, noise_sample
 from ritz.plots._shared import style
+from ritz.studies._covariance_noise_runs import NOISES, Runner
 from ritz.studies._evidence import Evidence, near, points, signed, spread
-from ritz.studies._noise_regimes import NOISES, Runner
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -306,7 +306,7 @@ def _table_evidence(result: Result) -> Iterator[Evidence]:
         published = known.get(method, math.nan)
         tolerance = points(known.get("small", math.inf) - known.get("large", 0.0))
         steps = int(result.steps[c.tasks.index(task), c.methods.index(method)][-1])
-        short = "" if c.num_epochs >= 200 else f"{steps:,} steps; up to 200 epochs there"
+        short = "" if c.num_epochs >= 200 else f"{steps:,} steps; the paper has up to 200 epochs"
         yield Evidence(
             paper="NOISE", where="Table 2" if method in METHODS[4:] else "Table 1",
             what=f"{task}: test accuracy in %, {method}",

@@ -255,8 +255,8 @@ def _exponent(result: Result, i: int, j: int) -> Evidence:
     c, values = result.config, result.exponents(result.least)[:, i, j]
     mean = float(values.nanmean())
     # Why an exponent may lie above -1, and why below it.
-    slow = "the curvature of all data also sets it"
-    why = slow if mean > -1 else "at small dampings sqrt(v) holds the steps as well"
+    slow = "the curvature of all data also limits the damping"
+    why = slow if mean > -1 else "at small dampings, sqrt(v) limits the steps as well"
     return Evidence(
         paper="SPECTRA",
         where="Figures 5.11, 5.12" if c.optimizer == "damped_adamw" else "Figures 5.13, 5.14",

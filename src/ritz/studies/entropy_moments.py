@@ -1,12 +1,13 @@
 """Entropy and log determinant by the number of moments: Spectral Machine Learning, Figure 2.1.
 
 Two methods get the same moments of the same matrices on ``[0, bound]``: maximum entropy (MEMe, the
-method of :func:`ritz.maxent`) and the older iteration of Bandyopadhyay et al. (BMxnt). The entropy
-of MEMe falls with every moment, apart from small rises where exact moments had to be relaxed. Its
-log determinant improves until only the error of the probes is left. For bcsstk16, which has many
-eigenvalues near zero, it gets worse first and then improves slowly. BMxnt mostly fails to match its
-moments from the third on. Its entropy then goes up and down, and its log determinant does not
-improve.
+method of :func:`ritz.maxent`) and the older iteration of Bandyopadhyay et al. (BMxnt).
+
+With MEMe, the entropy falls with every moment, apart from small rises where exact moments had to be
+relaxed. The log determinant improves until only the error of the probes is left. For bcsstk16,
+which has many eigenvalues near zero, it first gets worse and then improves slowly. BMxnt mostly
+fails to match its moments from the third on. Its entropy then goes up and down, and its log
+determinant does not improve.
 """
 
 import math

@@ -1,14 +1,14 @@
 r"""Weight decay makes networks better and sharper: Flatness is a False Friend, sections 2 and 4.
 
 Logistic regression, a multi-layer perceptron and a convolutional network are trained with SGD and
-several weight decays, by default on 45,000 images of MNIST; 5,000 are held out. For each network
-the study measures the Hessian of the training loss, without the term of the weight decay: its
-largest eigenvalue, trace and Frobenius norm, beside the accuracy.
+several weight decays, by default on 45,000 images of MNIST; 5,000 are held out. For each network,
+the study measures the accuracy, and the largest eigenvalue, the trace and the Frobenius norm of the
+Hessian of the training loss without the weight decay.
 
 The toy of section 2 is the loss :math:`L = \exp(-w_1 w_2 w_3)` of a deep linear network with one
-input. On the line :math:`w_1 = w_2 = w_3 = w` the loss falls and the weights grow with :math:`w`.
-The Hessian has rank one only where its terms :math:`w_k L` off the diagonal vanish, so the study
-computes the whole matrix.
+input. On the line :math:`w_1 = w_2 = w_3 = w`, the loss falls and the weights grow with :math:`w`.
+The Hessian has rank one only if its off-diagonal terms :math:`w_k L` vanish, so the study computes
+the whole matrix.
 """
 
 from typing import Any, Literal
@@ -45,7 +45,7 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
     "mlp": {"accuracy": (94.4, 96.7), "Frobenius norm": (0.12, 0.16)},
     "lenet": {"Frobenius norm": (0.01, 0.02)},
 }
-ELSEWHERE = {"lenet": "there 9 layers on CIFAR-100, 300 epochs"}
+ELSEWHERE = {"lenet": "the paper has 9 layers on CIFAR-100 and 300 epochs"}
 # What is measured of each network, in the order of the rows of a table.
 MEASURES = (
     "accuracy",
@@ -233,7 +233,7 @@ def evidence(result: Result) -> list[Evidence]:
             published="yes, once the weights are large",
             measured="yes" if falls else "no",
             verdict="agrees" if falls else "differs",
-            why="equation 2 lacks terms off the diagonal; the whole Hessian is used",
+            why="equation 2 lacks the off-diagonal terms; the whole Hessian is used here",
         )
     )
     return rows

@@ -1,12 +1,12 @@
 """Similarity of real graphs by their spectra: Spectral Machine Learning, Figure 3.4.
 
-The published classes are biological, citation (collaborations) and road networks. The study has
-the last two: every divergence within one class is below every divergence between them. Social
-networks replace the first class. Their spectra do not form a class: that of Facebook resembles the
-collaborations, and those of Epinions and Wikipedia votes do not. This holds for every number of
-moments, for the largest component alone, and without the trees attached to it. The result names
-every such pair. Then every graph is cut into two random halves, and the study tests whether the
-nearest graph to a half is its other half.
+The published classes are biological networks, citation networks (collaborations) and road networks.
+The study has the last two, and social networks instead of the first. Every divergence within
+citation and within road networks is below every divergence between them. The spectra of social
+networks do not form a class: that of Facebook resembles the collaborations, and those of Epinions
+and Wikipedia votes do not. This holds for every number of moments, for the largest component alone,
+and without the trees attached to it. The result names every such pair. Finally, every graph is cut
+into two random halves, and the study tests whether the nearest graph to a half is its other half.
 """
 
 from collections.abc import Iterator, Sequence

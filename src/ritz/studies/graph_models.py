@@ -1,15 +1,16 @@
 """Parameters of random graphs from their spectra: Spectral Machine Learning, Table 3.1.
 
-The study draws graphs of Erdős-Rényi, Watts-Strogatz and Barabási-Albert and searches the parameter
-whose graphs have the nearest spectrum. Then it searches the model of large Barabási-Albert graphs
-among small graphs of all three models.
+The study draws graphs of Erdős-Rényi, Watts-Strogatz and Barabási-Albert, and searches for the
+parameter whose graphs have the nearest spectrum. Then it searches for the model of large
+Barabási-Albert graphs among small graphs of all three models.
 
-The error of a mean is its distance from the parameter that the graphs were drawn with. The edge
-density of an Erdős-Rényi graph differs from its parameter p by chance, and so does an estimate of p
-from the graph. Two more rows show how much: the standard error of the edge density, and the
-distance of the estimates from it. At n = 50 the paper reports the error 0, which is smaller than
-this chance for a mean over fewer than 800 graphs. The paper does not say how many neighbours its
-Watts-Strogatz graphs had. The study takes ten, and repeats the rows with fewer and more.
+The error of a mean is its distance from the parameter with which the graphs were drawn. By chance,
+the edge density of an Erdős-Rényi graph differs from its parameter p, and so does an estimate of p
+from the graph. Two more rows show by how much: the standard error of the edge density, and the
+distance of the estimates from the edge density. At n = 50 the paper reports the error 0, which is
+smaller than this chance error for a mean over fewer than 800 graphs. The paper does not say how
+many neighbours its Watts-Strogatz graphs had. The study uses ten, and repeats the rows with fewer
+and with more.
 """
 
 from itertools import product

@@ -1,8 +1,9 @@
 """Maximum-entropy spectra over exact ones: Spectral Machine Learning, Figures 3.1, 3.2 and 3.3.
 
 The study fits a semicircle from its analytic moments, and a sparse Erdős-Rényi graph and a
-Barabási-Albert graph from sampled moments. With more moments the divergence from the exact
-histogram falls, fast at first. The rest is the sampling error of the histogram and of the probes.
+Barabási-Albert graph from sampled moments. With more moments, the divergence from the exact
+histogram falls, quickly at first. What remains is the sampling error of the histogram and of the
+probes.
 """
 
 import math

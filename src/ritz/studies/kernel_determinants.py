@@ -92,7 +92,7 @@ class Result(StudyResult[Config]):
         c = self.config
         lines = [
             f"Relative error of log det, order {c.size}, {c.num_products} products: root mean "
-            f"square over {c.num_draws} draws x {c.num_seeds} seeds",
+            f"square over {_times(c.num_draws, 'draw')} x {_times(c.num_seeds, 'seed')}",
             row("", LENGTHSCALES, ">9") + f"{'s':>8}{'in 4':>7}",
             row("condition", self.conditions.mean(1), ">9.0e"),
         ]
@@ -169,7 +169,7 @@ def evidence(result: Result) -> list[Evidence]:
         Evidence(
             paper="SPECTRA",
             where="Table 2.1",
-            what="deflated block Krylov space at equal products: the same",
+            what="deflated block Krylov at equal products: error of log det, median and largest",
             published="-",
             measured=_summary(rms),
             verdict="extends",
@@ -183,8 +183,13 @@ def setting(result: Result) -> str:
     c, scales = result.config, LENGTHSCALES
     return (
         f"Order {c.size:,}, {len(scales)} length scales from {scales[0]:g} to {scales[-1]:g}, "
-        f"{c.num_products:,} products, {c.num_draws} draws x {c.num_seeds} seeds."
+        f"{c.num_products:,} products, {_times(c.num_draws, 'draw')} x "
+        f"{_times(c.num_seeds, 'seed')}."
     )
+
+
+def _times(count: int, name: str) -> str:
+    return f"{count} {name}{'s' * (count != 1)}"
 
 
 def _summary(errors: Tensor) -> str:

@@ -5,10 +5,10 @@ The recipe is that of AWD-LSTM: segments of random lengths, dropout of words, fe
 weights, penalties on the last activations, clipping. It is an option of ``ritz.training.fit``, and
 the published settings are presets of ``ritz.optim``; the settings here are those presets.
 
-By default a small network learns part of the text with a small vocabulary, so that perplexities
-compare methods with each other and not with the published ones. For one seed all methods have the
-same initial weights and segments, so their differences are paired. Averaging does not change the
-iterates: the last iterate of Gadam is that of Adam with a constant learning rate.
+By default, a small network learns part of the text with a small vocabulary. Its perplexities
+compare methods with each other, but not with the published perplexities. For each seed, all methods
+have the same initial weights and segments, so their differences are paired. Averaging does not
+change the iterates: the last iterate of Gadam is that of Adam with a constant learning rate.
 """
 
 import math

@@ -367,7 +367,7 @@ def _exponent(result: Result, i: int, k: int) -> Evidence:
     with_momentum = f"momentum {c.momenta[k]:g}" if c.momenta[k] else "no momentum"
     return Evidence(
         paper="SPECTRA",
-        where="5.7, Figures 5.7, 5.9, 5.10",
+        where="Section 5.7, Figures 5.7, 5.9, 5.10",
         what=f"{c.networks[i]}, {with_momentum}: exponent of the largest stable rate over B",
         published="1 (linear)",
         measured=f"{spread(values.round(decimals=3))}; edge predicts {guess:.2f}",
@@ -375,7 +375,7 @@ def _exponent(result: Result, i: int, k: int) -> Evidence:
             values[values.isfinite()],
             1.0,
             0.2,
-            cause="curvature of all data begins to set the limit",
+            cause="the curvature of all data begins to set the limit",
         ),
     )
 
@@ -387,7 +387,7 @@ def _ratios(result: Result) -> Iterator[Evidence]:
         low, middle, high = (float(ratios.nanquantile(q)) for q in (0.0, 0.5, 1.0))
         yield Evidence(
             paper="SPECTRA",
-            where="5.7",
+            where="Section 5.7",
             what="trained networks, "
             + (f"momentum {momentum:g}" if momentum else "no momentum")
             + ": largest rate over the edge with batch noise",
@@ -432,5 +432,5 @@ def _far(result: Result) -> Evidence:
         published="farther is better",
         measured=spread(values.round(decimals=3)),
         # Farther and better: distances and errors go in opposite directions.
-        **judge(values, high=0.0, note="shorter runs move less and learn less"),
+        **judge(values, high=0.0, note="shorter runs move less far and learn less"),
     )

@@ -1,10 +1,10 @@
 """Spectra of trained networks beside diagonals: Spectral Machine Learning, Figures 4.7 and 4.8.
 
 A network is trained by SGD with a linear schedule, as in section 4.6. The spectra of the Hessian
-and of the Gauss-Newton matrix of its training loss come from 100 Lanczos steps. Beside them stands
-the diagonal of the Gauss-Newton matrix, which is often taken for its spectrum: the Monte-Carlo
-estimate of the paper, from one drawn label per sample, and the exact one. The spectrum of the
-Hessian is computed from a second random vector too.
+and of the Gauss-Newton matrix of its training loss come from 100 Lanczos steps. They are compared
+with the diagonal of the Gauss-Newton matrix, which is often used in place of the spectrum: with the
+Monte-Carlo estimate of the paper, from one drawn label per sample, and with the exact diagonal. The
+spectrum of the Hessian is also computed from a second random vector.
 """
 
 from typing import Any
@@ -219,7 +219,7 @@ def evidence(result: Result) -> list[Evidence]:
          judge(shares["Monte Carlo"], low=1.0)),
         ("Section 4.6.1", "negative mass of the Hessian, and without its heaviest Ritz value",
          "0.37, 0.0005", f"{spread(mass[0])}, {spread(mass[1])}",
-         judge(mass[1] / mass[0], high=0.1, note="one value has nine tenths of the mass or more")),
+         judge(mass[1] / mass[0], high=0.1, note="one Ritz value has 90 % of the mass or more")),
         ("Figure 4.8", "largest and smallest eigenvalue from two random vectors: relative change",
          "0.0001, 0.002", ", ".join(f"{float(gap.max()):.1g}" for gap in gaps),
          all_of(*(judge(gap, high=0.01) for gap in gaps))),

@@ -3,17 +3,17 @@
 By default the network is small: six layers of an eighth of the width, and a fifth of the images.
 ``--size paper`` is VGG-16 with batch norm for 300 epochs, on a GPU.
 
-Every run is a folder ``METHOD-SEED`` below ``runs``, with its log and its checkpoint. A run that is
-finished is read from its files, and one that was interrupted resumes. The others are trained,
-unless ``train`` is false. So the runs can be computed one by one and on several machines.
+Every run has a folder ``METHOD-SEED`` below ``runs``, with its log and its checkpoint. A finished
+run is read from its files, and an interrupted run resumes. The others are trained, unless ``train``
+is false. The runs can therefore be computed one by one and on several machines.
 
-The Hessian of the training loss is measured at the end of a run, at the last and at the averaged
+The Hessian of the training loss is measured at the end of a run, for the last and for the averaged
 weights, and at some epochs before, in both modes of batch norm. A Lanczos run gives the largest
-eigenvalue and the mass at zero. The numbers of a run are in its ``curvature.json``.
+eigenvalue and the mass at zero. The numbers of a run are stored in its ``curvature.json``.
 
-The settings of ``METHODS`` are those of the paper. It does not print the weight decays of Padam and
-GadamX: 2.5e-3 times their learning rate of 0.1 equals the decay 5e-4 of SGD with its learning rate
-and momentum.
+The settings of ``METHODS`` are those of the paper. The paper does not state the weight decays of
+Padam and GadamX. With 2.5e-3, the decay times their learning rate of 0.1 equals the decay of SGD
+(5e-4) with its learning rate and momentum.
 """
 
 import json

@@ -1,11 +1,10 @@
-"""Assertions for operators and estimates."""
+"""`check_operator` and `assert_within_stderr`: assertions for operators and estimates."""
 
 import torch
 from torch import Tensor
 
-from ritz._core.random import resolve_generator
+from ritz._core.random import draw_probes, resolve_generator
 from ritz._core.results import Estimate
-from ritz._core.sampling import draw_probes
 from ritz.operators import LinearOperator, check_symmetric
 
 
@@ -19,8 +18,9 @@ def check_operator(
     """Raise ``AssertionError`` unless ``op`` satisfies the contract of a linear operator.
 
     Products must be linear, symmetric, repeatable bit for bit, and of the dtype and device of the
-    operator. They must leave their input unchanged. The product of a block must equal those of its
-    columns, that of the SciPy view, and that of the matrix ``dense``.
+    operator. They must not change their input. The product with a block must equal the products
+    with its columns, the product of :meth:`~ritz.LinearOperator.to_scipy`, and the product of the
+    matrix ``dense``.
 
     Args:
         op: The operator.

@@ -1,4 +1,4 @@
-"""Random matrices with a known spectrum."""
+"""Random matrices with a known spectrum: Wigner, Wishart, spiked, network-like."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ def with_spectrum(
     # Q is uniform only if the diagonal of R is positive (Mezzadri 2007).
     q *= r.diagonal().sign()
     matrix = (q * eigenvalues.double()) @ q.T
-    # Roundoff makes Q diag(lambda) Q' slightly unsymmetric, which check_symmetric would notice.
+    # Symmetrised, because roundoff makes Q diag(lambda) Q' slightly asymmetric.
     return DenseOperator(((matrix + matrix.T) / 2).to(dtype))
 
 
@@ -128,7 +128,7 @@ def network_like(
 
 
 def _source(generator: torch.Generator | None) -> torch.Generator:
-    # Seed 1, since probes have seed 0: default matrices must be independent of default probes.
+    # Seed 1, so that default matrices are independent of default probes, whose seed is 0.
     return resolve_generator(generator or torch.Generator().manual_seed(1))
 
 

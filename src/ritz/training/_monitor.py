@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
+from ritz._core.batch_norm import BATCH_NORM_MODES, BatchNormMode
 from ritz._core.checks import check_choice, check_count, check_range, plain_fields
-from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, unwrapped
+from ritz._core.distributed import unwrapped
 from ritz._core.params import parameters
 from ritz._core.registry import suggest
 from ritz._core.training_config import Unit

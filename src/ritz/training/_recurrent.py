@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ritz._core.distributed import all_gather_rows, all_max, rank, shard, world_size
-from ritz._core.modes import unwrapped
+from ritz._core.distributed import all_gather_rows, all_max, rank, shard, unwrapped, world_size
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import Adapter
 

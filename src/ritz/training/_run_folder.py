@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
-from ritz._core.modes import BatchNormMode
+from ritz._core.batch_norm import BatchNormMode
 from ritz._core.progress import Progress
 from ritz._core.storage import CorruptFileError, to_json
 from ritz._core.training_config import TrainingConfig, check_same

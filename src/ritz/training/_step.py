@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ritz._core.batch_norm import batch_norms, evaluating
 from ritz._core.batches import num_rows, tensors
 from ritz._core.checks import check_count
 from ritz._core.distributed import all_sum, world_size
-from ritz._core.modes import batch_norms, evaluating
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import (

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
+from ritz._core.batch_norm import batch_norms, evaluating
 from ritz._core.batches import num_rows, tensors
-from ritz._core.distributed import world_size
-from ritz._core.modes import batch_norms, evaluating, unwrapped
+from ritz._core.distributed import unwrapped, world_size
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature import Risk

@@ -2,12 +2,13 @@
 
 import os
 from dataclasses import asdict
-from typing import Any, Literal, Protocol, TypeAlias, Union
+from typing import Any, Literal, Protocol, Union
 
 import numpy as np
 import scipy.sparse
 import torch
 from torch import Tensor
+from typing_extensions import TypeAliasType
 
 from ritz._core.checks import check_choice, check_count
 from ritz.graphs._graph import Array, Graph, GraphError
@@ -29,18 +30,21 @@ class IGraph(Protocol):
     def is_directed(self) -> bool: ...
 
 
-# Types in quotes are generic for type checkers only.
-GraphLike: TypeAlias = Union[
-    Graph,
-    NetworkXGraph,
-    IGraph,
-    Tensor,
-    "np.ndarray[Any, Any]",
-    "scipy.sparse.sparray[Any, Any]",
-    "scipy.sparse.spmatrix[Any]",
-    str,
-    "os.PathLike[str]",
-]
+# An alias that signatures show by its name. Types in quotes are generic for type checkers alone.
+GraphLike = TypeAliasType(
+    "GraphLike",
+    Union[
+        Graph,
+        NetworkXGraph,
+        IGraph,
+        Tensor,
+        "np.ndarray[Any, Any]",
+        "scipy.sparse.sparray[Any, Any]",
+        "scipy.sparse.spmatrix[Any]",
+        str,
+        "os.PathLike[str]",
+    ],
+)
 
 
 def as_graph(

@@ -1,9 +1,10 @@
-r"""The curvature of one layer: sums over a step, running averages, damped inverse.
+r"""The curvature of one layer: sums of a step, running averages, damped inverse; settings.
 
 .. math:: (S \otimes A + \delta I)^{-1} \operatorname{vec} V, \qquad
     S = \mathrm{E}[\delta \delta^\top], \quad A = \mathrm{E}[a a^\top]
 
-for the gradient :math:`V` ``(o, i)`` in weight and bias, whose input is the constant 1.
+is the product of the damped inverse with the gradient :math:`V`, ``(o, i)``, in weight and bias.
+The input that belongs to the bias is the constant 1.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +27,7 @@ from ritz.curvature._shared import (
     is_affine,
     is_layer,
     is_table,
-    joined,
+    join_calls,
     moment,
     output_moment,
     projected_squares,
@@ -42,20 +43,20 @@ WeightSharing = Literal["expand", "reduce"]
 Basis = Literal["eigh", "qr"]
 ProductPrecision = Literal["float32", "tf32"]
 Tensors = dict[str, Tensor]
-# A linear layer with at least this many inputs per row of a batch does not form the input factor of
-# a step: writing and reading it would cost more than the products.
+# If a linear layer has at least this many inputs per row of a batch, the input factor of a step is
+# not formed, because writing and reading it would cost more than the products.
 WIDE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of a preconditioner, checked; see :class:`ritz.optim.KFAC`."""
+    """Settings of K-FAC, checked when they are created; see :class:`ritz.optim.KFAC`."""
 
     kind: Kind = "kfac"
     fisher: KFACKind = "empirical"
     damping: DampingMethod = "factored"
-    # Inverses every 100 steps, as in the published runs (Granziol, Spectral Machine Learning,
-    # section 5.8.2), and factors ten times as often.
+    # 100 as in the published runs (Granziol, Spectral Machine Learning, section 5.8.2). Factors are
+    # updated ten times as often.
     factor_every: int = 10
     inverse_every: int = 100
     factor_decay: float = 0.95  # Martens and Grosse (2015), section 5
@@ -80,7 +81,7 @@ class Settings:
         check_range("factor_decay", self.factor_decay, low=0.0, high=1.0)
 
 
-# A call of a layer, and derivatives ``(1, batch, ...)`` in its outputs, one for each column.
+# A call of a layer, and the derivatives ``(1, batch, ...)`` in its outputs for each column.
 Passed = tuple[Call, list[Tensor]]
 
 
@@ -89,9 +90,10 @@ class Pass:
     """A forward pass of the model.
 
     Attributes:
-        rows: Number of its samples; ``None`` if it was not seen.
-        backward: The backward pass that its derivatives came with. Forward passes on as many
-            samples with one backward pass are of the same samples, as in a siamese network.
+        rows: Number of its samples. ``None`` if the layer was called outside of the model.
+        backward: Identifies the backward pass of its derivatives. Forward passes with equal numbers
+            of samples and the same backward pass are taken to be of the same samples, as in a
+            siamese network.
     """
 
     rows: int | None
@@ -105,7 +107,7 @@ class Block(ABC):
         sums: Sums over the samples of this step, before they enter the averages.
         columns: Matrices :math:`X` whose products :math:`X X^\top` belong to the sums.
         average: Running averages.
-        inverse: What :meth:`precondition` reads.
+        inverse: The tensors that :meth:`precondition` reads.
         updates: Number of steps that entered the averages.
     """
 
@@ -121,9 +123,9 @@ class Block(ABC):
         self.inverse: Tensors = {}
         self.updates = 0
         self.samples = self.rows = 0
-        self._calls = 0  # whose derivatives have not come
+        self._calls = 0  # calls whose derivatives have not arrived
         self._backward: object = None
-        self._several = False  # several calls may come with this backward pass
+        self._several = False  # whether several calls may belong to this backward pass
         self._counted: set[tuple[object, int]] = set()
         self._waiting: dict[tuple[object, int, int], list[Passed]] = {}
 
@@ -139,11 +141,11 @@ class Block(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters, which may move."""
+        """Current device of the parameters."""
         return self.anchor.device
 
     def load(self, state: Tensors) -> None:
-        """Take averages and inverse from a saved state; raise if they do not fit."""
+        """Take averages and inverse from a saved state. Raise if their shapes do not fit."""
         shapes = self._shapes(whole=True)
         self.average = {name: state.pop(name) for name in shapes if name in state}
         self.inverse = {}
@@ -164,11 +166,11 @@ class Block(ABC):
 
     @property
     def joins(self) -> bool:
-        """Whether the calls of a layer on the same samples are needed together."""
+        """Whether all calls of a layer on the same samples must be added together."""
         return False
 
     def expect(self) -> None:
-        """Count a call of the layer, whose derivatives come with a backward pass."""
+        """Count a call of the layer. Its derivatives arrive in a backward pass."""
         self._calls += 1
 
     def receive(self, passed: Passed, of: Pass) -> None:
@@ -177,8 +179,8 @@ class Block(ABC):
             self._backward, self._several = of.backward, self._calls > 1
         self._calls = max(0, self._calls - 1)
         rows = len(passed[0].args[0])
-        # Calls on equal numbers of samples in one backward pass are of the same samples, and count
-        # once. The rows of a layer may include positions: those of the model are its samples.
+        # Calls with equal numbers of samples in one backward pass are of the same samples, which
+        # count once. The rows of a layer may include positions, so the rows of the model are used.
         self._counted.add((of.backward, rows if of.rows is None else of.rows))
         self.samples = sum(samples for _, samples in self._counted)
         if self.joins and self._several:
@@ -188,11 +190,11 @@ class Block(ABC):
             self.add([passed])
 
     def complete(self) -> None:
-        """Add what has waited for the end of the step."""
+        """Add the calls that had to wait for the end of the step."""
         waiting, self._waiting, self._calls = self._waiting, {}, 0
         for calls in waiting.values():
             self.add(calls)
-        # Of accumulated batches some may be small, and others not.
+        # With accumulated batches of different sizes, there may be columns as well as sums.
         for name in self.columns.keys() & self.sums.keys():
             for x in self.columns.pop(name):
                 self._sum(name, moment(x))
@@ -203,31 +205,31 @@ class Block(ABC):
         self._backward, self._counted, self._waiting = None, set(), {}
 
     def absorb(self, gain: float) -> None:
-        """Let the sums of this step enter the averages.
+        """Update the averages with the sums of this step.
 
         Args:
-            gain: Factor that makes sums of squares of derivatives means over samples.
+            gain: Factor that turns sums of squares of derivatives into means over samples.
         """
         self.updates += 1
-        # A mean of the first steps, which becomes an exponential one: nothing to correct.
+        # A plain mean at first, later an exponential mean. It needs no bias correction.
         share, units = max(1 / self.updates, 1 - self.settings.factor_decay), self._units(gain)
         for name, total in self.sums.items():
             if name in self.average:
-                # In place: a factor of thousands of inputs is read and written once.
+                # In place, so that a large factor is read and written once.
                 self.average[name].mul_(1 - share).add_(total, alpha=share * units[name])
             else:
                 self.average[name] = total * units[name]
         for name, parts in self.columns.items():
             x = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
             if name in self.average:
-                # average <- (1 - share) average + share X X' / N, in one pass over it
+                # average <- (1 - share) average + share X X' / N, in one pass
                 options = {"beta": 1 - share, "alpha": share * units[name]}
                 self.average[name].addmm_(x, x.T, **options)
             else:
                 self.average[name] = moment(x) * units[name]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what enters the averages in this step."""
+        """Yield the sums and columns of this step."""
         yield from self.sums.values()
         for parts in self.columns.values():
             yield from parts
@@ -239,7 +241,7 @@ class Block(ABC):
             self.sums[name] = part
 
     def zeros(self) -> Tensors:
-        """Return sums of no samples, which a process without samples contributes."""
+        """Return sums that are zero, for a process without samples."""
         return {
             name: torch.zeros(shape, dtype=self.dtype, device=self.device)
             for name, shape in self._shapes().items()
@@ -254,29 +256,29 @@ class Block(ABC):
 
     @abstractmethod
     def _units(self, gain: float) -> dict[str, float]:
-        """Return the factors that make sums means."""
+        """Return the factors that turn sums into means, by name."""
 
     @abstractmethod
     def decomposed(self, delta: float) -> Tensors:
-        """Return the inverse of the current averages."""
+        """Return the tensors that represent the damped inverse of the current averages."""
 
     @abstractmethod
     def blank(self) -> Tensors:
-        """Return tensors of the shapes of :meth:`decomposed`, to receive those of a process."""
+        """Return empty tensors of the shapes of :meth:`decomposed`, to receive a broadcast."""
 
     @abstractmethod
     def cost(self) -> int:
-        """Return the operations of :meth:`decomposed`, in some unit."""
+        """Return the cost of :meth:`decomposed` in arbitrary units."""
 
     @abstractmethod
     def precondition(self, gradients: Tensors, delta: float) -> Tensors:
-        """Return the damped inverse times the gradients of the parameters, by name."""
+        """Return the product of the damped inverse and the gradients of the parameters, by name."""
 
 
 def block_of(
     name: str, module: nn.Module, params: Mapping[str, nn.Parameter], settings: Settings
 ) -> Block | None:
-    """Return the block of a module, or ``None`` if its curvature is not known."""
+    """Return the block of a module, or ``None`` if there is none for its class."""
     if is_layer(module) or is_table(module):
         return KroneckerBlock(name, module, params, settings)
     return AffineBlock(name, module, params, settings) if is_affine(module) else None
@@ -288,10 +290,11 @@ def block_of(
 
 @final
 class KroneckerBlock(Block):
-    """The Kronecker product of two factors, or a diagonal in their eigenbases (EK-FAC).
+    """The Kronecker product of two factors, or a diagonal matrix in their eigenbases (EK-FAC).
 
-    Factors may be diagonal, and are then stored as vectors: those of large order, and the inputs of
-    an embedding, which is a linear layer on one-hot inputs. With groups, all have a leading axis.
+    Factors of large order and the input factor of an embedding are diagonal, and are stored as
+    vectors. An embedding is a linear layer with one-hot inputs. With groups, all factors have a
+    leading axis.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -305,14 +308,14 @@ class KroneckerBlock(Block):
         else:
             width = shape[1:].numel() * ("weight" in self.params) + ("bias" in self.params)
             self.orders = {"inputs": width, "outputs": shape[0] // self.groups}
-        # Names of the diagonal factors.
+        # The names of the diagonal factors.
         large = {k for k, order in self.orders.items() if limit is not None and order > limit}
         self.diagonal = large | ({"inputs"} if self.table else set())
         self._late: list[list[Passed]] = []
 
     @property
     def joins(self) -> bool:
-        # Squares of a sum over positions, of gradients or of their factors, have mixed terms.
+        # The square of a sum over positions has mixed terms between the calls.
         return self.reduces or self.settings.kind == "ekfac"
 
     def add(self, calls: list[Passed]) -> None:
@@ -324,7 +327,7 @@ class KroneckerBlock(Block):
         if self.settings.kind == "ekfac" and self.inverse:
             self._project(calls)
         elif self.settings.kind == "ekfac":
-            self._late.append(calls)  # until there are eigenbases, in this step
+            self._late.append(calls)  # projected later in this step, when there are eigenbases
 
     def _add_expanded(self, call: Call, columns: list[Tensor]) -> None:
         x, module = call.args[0], self.module
@@ -336,7 +339,7 @@ class KroneckerBlock(Block):
             self._add_inputs(x)
             width = columns[0].shape[2 if isinstance(module, CONVOLUTIONS) else -1]
             self.rows += columns[0].numel() // width
-        # One column for labels, of the data or drawn; as many as outputs for the exact matrix.
+        # One column for the labels of the data or drawn labels; one per output for ``ggn``.
         for deltas in columns:
             diagonal = "outputs" in self.diagonal
             self._sum("outputs", output_moment(module, deltas, diagonal=diagonal))
@@ -352,10 +355,10 @@ class KroneckerBlock(Block):
     def _add_reduced(self, calls: list[Passed]) -> None:
         diagonal = "inputs" in self.diagonal, "outputs" in self.diagonal
         for number, parts in enumerate(_columns(calls)):
-            a, delta = joined(self.module, parts)
+            a, delta = join_calls(self.module, parts)
             inputs, outputs = reduced_moments(a, delta, diagonal=diagonal)
             self._sum("outputs", outputs)
-            if number == 0:  # the inputs are those of every column
+            if number == 0:  # all columns have the same inputs
                 self._sum("inputs", inputs)
                 self.rows += len(a)
 
@@ -365,18 +368,18 @@ class KroneckerBlock(Block):
             if isinstance(self.module, nn.Embedding):
                 squares = _table_squares(self.module, parts, basis)
             else:
-                a, delta = joined(self.module, parts)
+                a, delta = join_calls(self.module, parts)
                 squares = projected_squares(a, delta, self.inverse.get("inputs_basis"), basis)
             self._sum("scales", squares)
 
     def project_late(self) -> None:
-        """Project what was captured before there were eigenbases."""
+        """Project the calls that were captured before there were eigenbases."""
         late, self._late = self._late, []
         for calls in late:
             self._project(calls)
 
     def absorb_late(self, gain: float) -> None:
-        """Let the first projected squares become the average."""
+        """Use the first projected squares as the average."""
         self.average["scales"] = self.sums["scales"] * gain
 
     def clear(self) -> None:
@@ -384,7 +387,7 @@ class KroneckerBlock(Block):
         self._late = []
 
     def _shapes(self, *, whole: bool = False) -> dict[str, tuple[int, ...]]:
-        """Shapes of what a step sums, or of all averages with ``whole``."""
+        """Return the shapes of the sums of a step, or of all averages with ``whole``."""
         lead = () if self.groups == 1 else (self.groups,)
         o, i = self.orders["outputs"], self.orders["inputs"]
         sizes = {
@@ -395,7 +398,8 @@ class KroneckerBlock(Block):
         return sizes | ({"scales": (*lead, o, i)} if scaled else {})
 
     def _units(self, gain: float) -> dict[str, float]:
-        # 1 / T goes to the inputs of a linear layer, and to the outputs of a convolution.
+        # The factor 1 / T belongs to the inputs of a linear layer, and to the outputs of a
+        # convolution.
         convolves = isinstance(self.module, CONVOLUTIONS) and not self.reduces
         inputs = 1 / (self.samples if convolves else self.rows)
         outputs = gain * (self.samples / self.rows if convolves else 1.0)
@@ -410,8 +414,8 @@ class KroneckerBlock(Block):
         )
 
     def decomposed(self, delta: float) -> Tensors:
-        # (S + sqrt(delta)/pi I) (x) (A + pi sqrt(delta) I): its mixed terms damp with the trace of
-        # the other factor, and its inverse is the product of two small inverses.
+        # (S + sqrt(delta)/pi I) (x) (A + pi sqrt(delta) I): the inverse of this approximation of
+        # S (x) A + delta I is a Kronecker product of two small inverses.
         if self._is_factored():
             root, pi = delta**0.5, self._balance()
             shifts = {"inputs": pi * root, "outputs": root / pi}
@@ -434,7 +438,7 @@ class KroneckerBlock(Block):
         """
         means = [self._diagonal(name).mean(-1, keepdim=self.groups > 1) for name in self.orders]
         pi: Tensor = (means[0] / means[1]).sqrt()
-        # A layer without signal has no scale. Any balance is right for it.
+        # If a factor is zero, any balance is correct.
         return torch.where(torch.isfinite(pi) & (pi > 0), pi, torch.ones_like(pi))
 
     def _diagonal(self, name: str) -> Tensor:
@@ -464,7 +468,7 @@ class KroneckerBlock(Block):
         return self.settings.kind == "kfac" and self.settings.damping == "factored"
 
     def rotate(self, new: Tensors) -> None:
-        r"""Express the scales of EK-FAC in new eigenbases, as if the old ones were exact.
+        r"""Transform the scales of EK-FAC to new eigenbases, as if they were exact in the old ones.
 
         The diagonal of :math:`U'^\top U D U^\top U'` has the entries
         :math:`\sum_k (u'_i \cdot u_k)^2 d_k`.
@@ -474,7 +478,7 @@ class KroneckerBlock(Block):
             return
         for name in ("inputs", "outputs"):
             if f"{name}_basis" in new:
-                # Squares of the entries of U'^T U: how much of each old direction a new one has.
+                # Squares of the entries of U'^T U: the overlap of each new direction with each old.
                 overlap = (new[f"{name}_basis"].mT @ self.inverse[f"{name}_basis"]).square()
                 scales = overlap @ scales if name == "outputs" else scales @ overlap.mT
         self.average["scales"] = scales.contiguous()
@@ -486,7 +490,7 @@ class KroneckerBlock(Block):
             A, S = inverse["inputs_inverse"], inverse["outputs_inverse"]
             V = S.unsqueeze(-1) * V if "outputs" in self.diagonal else S @ V
             return self._parted(V * A.unsqueeze(-2) if "inputs" in self.diagonal else V @ A)
-        # U_S [(U_S' V U_A) / (s a' + delta)] U_A'; a diagonal factor has U = I.
+        # U_S [(U_S' V U_A) / (s a' + delta)] U_A', where U = I for a diagonal factor.
         U_A, U_S = inverse.get("inputs_basis"), inverse.get("outputs_basis")
         V = V if U_A is None else V @ U_A
         V = V if U_S is None else U_S.mT @ V
@@ -526,15 +530,15 @@ class KroneckerBlock(Block):
 
 
 def _columns(calls: list[Passed]) -> list[list[tuple[Call, Tensor]]]:
-    """Return the calls with one of their derivatives, for each column."""
+    """Return one list per column: the calls, each with its derivative for this column."""
     return [[(call, columns[i]) for call, columns in calls] for i in range(len(calls[0][1]))]
 
 
 def _table_squares(
     module: nn.Embedding, calls: Sequence[tuple[Call, Tensor]], basis: Tensor | None
 ) -> Tensor:
-    """Return the squares of sample gradients of an embedding in a basis of its outputs."""
-    # The positions of all calls beside each other: (batch, T) and (1, batch, T, o).
+    """Return the sums of squares of sample gradients of an embedding, in a basis of its outputs."""
+    # Join the positions of all calls: (batch, T) and (1, batch, T, o).
     ids = torch.cat([call.args[0].flatten(1) for call, _ in calls], 1)
     rows = [deltas.reshape(*deltas.shape[:2], -1, deltas.shape[-1]) for _, deltas in calls]
     deltas = torch.cat(rows, 2)
@@ -545,12 +549,12 @@ def _table_squares(
 
 
 def inverted(matrix: Tensor) -> Tensor:
-    """Return the inverse of a positive definite matrix, by Cholesky's method if roundoff allows."""
+    """Return the inverse of a positive definite matrix, by Cholesky factors if they exist."""
     root, info = torch.linalg.cholesky_ex(matrix)
     if not bool(info.any()):
-        # The inverse is symmetric, and comes column by column: its transpose needs no copy.
+        # The symmetric result is stored by columns, so its transpose is contiguous without a copy.
         return torch.cholesky_inverse(root).mT.contiguous()
-    # Roundoff has made an eigenvalue negative: the damping is below eps times the largest.
+    # An eigenvalue is negative by roundoff: the damping is below eps times the largest eigenvalue.
     values, basis = eigen(matrix)
     floor = torch.finfo(matrix.dtype).eps * values[..., -1:]
     inverse: Tensor = (basis / values.maximum(floor).unsqueeze(-2)) @ basis.mT
@@ -559,7 +563,7 @@ def inverted(matrix: Tensor) -> Tensor:
 
 def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of a symmetric matrix that may be nearly singular."""
-    # Near the end of training derivatives and their squares may be below the normal numbers.
+    # Scaled, because squares of derivatives may be subnormal near the end of training.
     scale = matrix.abs().amax((-2, -1), keepdim=True)
     scale = torch.where(scale > 0, scale, 1.0)
     scaled = matrix / scale
@@ -572,18 +576,20 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eigenbasis(factor: Tensor, before: Tensor | None) -> Tensors:
-    """Return ``basis`` and ``values`` of a factor; from an earlier basis, one step of QR.
+    """Return ``basis`` and ``values`` of a factor.
 
-    A step of orthogonal iteration from the eigenbasis of a factor that has changed a little is
-    near to the new one, at a fraction of the cost.
+    Without an earlier basis they are computed by ``eigh``. Otherwise one step of orthogonal
+    iteration starts from the earlier basis. If the factor has changed little, the result is close
+    to the eigenbasis, at a fraction of the cost.
     """
-    # QR of F U: one step of orthogonal iteration, which converges over the inverses to come.
+    # QR of F U is one step of orthogonal iteration. It converges over several updates.
     if before is None:
         values, basis = eigen(factor)
     else:
         basis = torch.linalg.qr(factor @ before).Q
         values = (basis * (factor @ basis)).sum(-2)
-    # Roundoff makes zero eigenvalues negative. Contiguous, since layouts decide the last bits.
+    # Zero eigenvalues may be negative by roundoff. Contiguous, as after loading from a file, since
+    # the last bits of products depend on strides.
     return {"basis": basis.contiguous(), "values": values.clamp_min(0)}
 
 
@@ -593,9 +599,9 @@ def eigenbasis(factor: Tensor, before: Tensor | None) -> Tensors:
 
 @final
 class AffineBlock(Block):
-    r"""The block of each feature of a norm, :math:`y = w z + b`: 2 x 2, or 1 x 1.
+    r"""The blocks of a norm, :math:`y = w z + b`: a 2 x 2 or 1 x 1 matrix for each feature.
 
-    It is the second moment of gradients of samples, without an approximation by a product.
+    They are the exact second moments of per-sample gradients.
     """
 
     @property
@@ -604,7 +610,7 @@ class AffineBlock(Block):
 
     def add(self, calls: list[Passed]) -> None:
         for parts in _columns(calls):
-            # Features of a norm are independent parameters: no product of factors is needed.
+            # Each feature has its own small matrix, so no Kronecker product is needed.
             rows = [
                 affine_gradients(self.module, call.args[0], deltas[0], self.keys)
                 for call, deltas in parts
@@ -631,7 +637,7 @@ class AffineBlock(Block):
         return {"basis": torch.empty_like(moment), "values": torch.empty_like(moment[..., 0])}
 
     def precondition(self, gradients: Tensors, delta: float) -> Tensors:
-        # (M + delta I)^-1 of every feature, by the eigenvectors of its 2 x 2 moment.
+        # (M + delta I)^-1 for every feature, from the eigenvectors of M.
         V = torch.stack([gradients[key].flatten() for key in self.keys], 1).unsqueeze(2)
         U, values = self.inverse["basis"], self.inverse["values"].unsqueeze(2)
         V = (U @ ((U.mT @ V) / (values + delta)))[..., 0]

@@ -1,10 +1,10 @@
-"""Inputs and output derivatives of layers, captured by hooks in ordinary passes of a model.
+"""Hooks that capture the inputs and output derivatives of layers in the passes of the user.
 
-:func:`ritz.curvature.kfac` evaluates the model itself, and its hooks cut the graph at every layer,
-for as long as the evaluation lasts. Here the passes are those of the user. The hooks must leave the
-graph as it is (compiled models, checkpoints, operations in place), must not keep the model alive
-and must do nothing in its copies. So the hooks are two, and what becomes of a call is shared:
-``curvature/_factors.py``.
+:func:`ritz.curvature.kfac` evaluates the model itself, and its hooks insert copies into the graph.
+The hooks of this module run in the forward and backward passes of the user. They must not change
+the graph (compiled models, checkpoints, in-place operations), must not keep the model alive, and
+must do nothing in copies of the model. The factors of both are computed by
+``curvature/_kfac_factors.py``.
 """
 
 import weakref
@@ -26,9 +26,9 @@ Receive = Callable[[Block, Passed, Pass], None]
 
 @final
 class Hook:
-    """A hook that calls a method of an object, as long as there is the object.
+    """A hook that calls a method of an object, as long as the object exists.
 
-    A copied or loaded model has hooks that do nothing: its optimiser is another one.
+    In a copied or loaded model the hook does nothing, because the copy has another optimiser.
     """
 
     def __init__(self, owner: object, method: str, *bound: Any) -> None:
@@ -62,7 +62,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 @final
 class _Arrival:
-    """Waits for the derivative in an output, and holds the input of the layer until then."""
+    """Tensor hook that receives the derivative in an output. It stores the input until then."""
 
     def __init__(self, capture: "Capture", block: Block, x: Tensor, of: Pass) -> None:
         self._capture, self._block, self._pass = weakref.ref(capture), block, of
@@ -75,7 +75,7 @@ class _Arrival:
             return
         x, self._x = self._x, None
         if x is None:
-            # The sum of both derivatives is that of a sample, and the first is not stored.
+            # The derivative of a sample would be the sum of both, but the first one is not stored.
             raise RuntimeError(
                 f"K-FAC got a second backward pass through one forward pass, at layer "
                 f"{self._block.name!r}: call backward() once, on the sum of the losses, and "
@@ -83,7 +83,7 @@ class _Arrival:
                 "'with optimizer.paused()'"
             )
         check_version(self._block, x, self._version)
-        # Checkpointed layers have backward passes inside the one of their model.
+        # A checkpointed layer has its own backward pass inside that of the model.
         if self._pass.backward is None:
             self._pass.backward = torch._C._current_graph_task_id()
         capture.deliver(self._block, x, [delta], self._pass)
@@ -93,32 +93,32 @@ def check_version(block: Block, x: Tensor, version: int) -> None:
     """Raise if an input has been overwritten since the layer was called."""
     if x._version != version:
         raise RuntimeError(
-            f"the input of layer {block.name!r} was modified in place after the layer was called, "
-            "and K-FAC needs it: use the operation that is not in place"
+            f"K-FAC needs the input of layer {block.name!r}, which was modified in place after the "
+            "layer was called: use an operation that is not in place"
         )
 
 
 @final
 class Capture:
-    """Hooks on the layers of a model, active on demand.
+    """Hooks on the layers of a model, which can be switched on and off.
 
-    While it is active, a forward pass in train mode notes the input of each layer. The derivatives
-    come with the backward pass, or from :meth:`pull`.
+    While they are active, a forward pass in train mode records the input of each layer. The
+    derivatives arrive in the backward pass, or from :meth:`pull`.
 
     Args:
         model: The model without wrappers.
         blocks: One for each layer.
-        receive: Called with a block, its call, derivatives in its output and the pass.
-        waits: Derivatives come from :meth:`pull` alone.
+        receive: Called with a block, its call with the derivatives in its output, and the pass.
+        waits: Whether derivatives come from :meth:`pull` alone.
     """
 
     def __init__(
         self, model: nn.Module, blocks: list[Block], receive: Receive, *, waits: bool
     ) -> None:
         self.active, self._receive, self._waits = False, receive, waits
-        self.scaled = False  # a gradient scaler is known
+        self.scaled = False  # whether a gradient scaler is known
         self._pass: Pass | None = None
-        self._inside = False  # a forward pass of the model
+        self._inside = False  # whether a forward pass of the model is running
         self._records: list[tuple[Block, Tensor, int, GradientEdge, Pass]] = []
         self._handles = [
             model.register_forward_pre_hook(Hook(self, "begin"), with_kwargs=True, prepend=True)
@@ -127,10 +127,10 @@ class Capture:
         for block in blocks:
             hook = Hook(self, "note", block)
             self._handles.append(block.module.register_forward_hook(hook, with_kwargs=True))
-        # The last hook: the model may be a layer itself.
+        # Registered last, because the model may be a layer itself.
         hook = Hook(self, "end")
         self._handles.append(model.register_forward_hook(hook, with_kwargs=True, always_call=True))
-        # The hooks hold the blocks, which must not outlive their optimiser.
+        # The hooks refer to the blocks, so they are removed together with the optimiser.
         weakref.finalize(self, _remove, self._handles)
 
     def remove(self) -> None:
@@ -140,34 +140,34 @@ class Capture:
         _remove(self._handles)
 
     def forget(self) -> None:
-        """Forget noted inputs whose derivatives have not come."""
+        """Discard recorded inputs whose derivatives have not arrived."""
         self._pass, self._records = None, []
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the number of samples of a forward pass."""
-        # A layer may have positions among its rows; the rows of the model are samples.
+        """Record the number of samples at the beginning of a forward pass."""
+        # The rows of a layer may include positions, but those of the model are samples.
         if self.active and torch.is_grad_enabled():
             rows = next((len(x) for x in tensors((args, kwargs)) if x.ndim), None)
             self._pass, self._inside = Pass(rows), True
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Note the end of a forward pass."""
+        """Record the end of a forward pass."""
         self._inside = False
 
     def note(self, block: Block, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Note a call of a layer."""
+        """Record a call of a layer."""
         model = self._model()
         if not self.active or model is None or not model.training:
             return
-        # Inside a transform of torch.func tensors must not be stored.
+        # Tensors inside a transform of torch.func must not be stored.
         if torch._C._are_functorch_transforms_active():
             return
-        # Without gradient: no_grad, inference, or nothing to train below the loss.
+        # Without a gradient there is nothing to capture: no_grad, inference or frozen layers.
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
         x = args[0] if args else kwargs["input"]
         self._check_scale(x.device.type)
-        # Checkpointed layers are called again by the backward pass, for the samples of the pass.
+        # The backward pass calls checkpointed layers again, for the same samples.
         inside = self._inside or torch._C._current_graph_task_id() != -1
         x, of = x.detach(), (self._pass if inside else None) or Pass(None)
         if torch._C._current_graph_task_id() == -1:
@@ -175,32 +175,33 @@ class Capture:
         if self._waits:
             self._records.append((block, x, x._version, get_gradient_edge(output), of))
         else:
-            # Of the tensor: a full backward hook of the module forbids operations in place on it.
+            # A hook of the tensor, because a full backward hook of the module would forbid in-place
+            # operations on the output.
             output.register_hook(_Arrival(self, block, x, of))
 
     def _check_scale(self, device: str) -> None:
         half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.half
         if half and not self.scaled:
-            raise ValueError("KFAC needs to know the scale of the loss in float16: pass the "
-                             "GradScaler as scaler=")  # fmt: skip
+            raise ValueError("scaler must be the GradScaler of the loss for autocast in float16, "
+                             "got None: pass scaler= to KFAC")  # fmt: skip
 
     def pull(self, outputs: Tensor, columns: Iterator[Tensor]) -> None:
-        """Deliver the derivatives of outputs in every layer since the last call.
+        """Compute and deliver the derivatives for all layers that were called since the last pull.
 
         Args:
             outputs: Outputs of the model.
-            columns: Cotangents of the outputs. One backward pass each.
+            columns: Cotangents of the outputs. Each costs one backward pass.
         """
         records, self._records = self._records, []
         if not records:
             raise RuntimeError(
-                "observe() needs a forward pass in train mode, with gradients, since the last "
-                "call: call it once for each forward pass"
+                "observe() needs a forward pass in train mode, with gradients, after the last call "
+                "of observe(): call it once for each forward pass"
             )
         backward = object()
         edges = [record[3] for record in records]
         passes = [
-            # Down to the outputs of the layers only: no gradient of a weight is computed.
+            # Down to the outputs of the layers only. No gradients of weights are computed.
             torch.autograd.grad(outputs, edges, column, retain_graph=True, allow_unused=True)
             for column in columns
         ]
@@ -212,8 +213,8 @@ class Capture:
                 self.deliver(block, x, found, of)
 
     def deliver(self, block: Block, x: Tensor, deltas: list[Tensor], of: Pass) -> None:
-        """Pass the input and the derivatives of a call on, as rows of samples."""
-        # A layer may be called on one sample without an axis of samples.
+        """Pass on the input and the derivatives of a call, with samples along the first axis."""
+        # A layer may be called on a single sample without a batch axis.
         module = block.module
         alone = isinstance(module, nn.Linear) and x.ndim == 1
         alone = alone or (
@@ -221,7 +222,7 @@ class Capture:
         )
         alone = alone or (isinstance(module, nn.Embedding) and x.ndim == 0)
         if alone:
-            # Nor has the input of the model one.
+            # The input of the model then has no batch axis either.
             x, of = x.unsqueeze(0), Pass(None, backward=object())
         with self.paused(), torch.no_grad():
             columns = [

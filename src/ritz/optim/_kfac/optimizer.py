@@ -1,4 +1,4 @@
-"""K-FAC as an optimiser, and around any optimiser."""
+"""`KFAC`: steps preconditioned by Kronecker-factored curvature."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_range, check_type
-from ritz._core.params import check_optimizer, check_setting, parameters
-from ritz.optim._kfac.preconditioner import (
+from ritz._core.params import check_setting
+from ritz.optim._kfac.curvature import (
     Curvature,
     Gradients,
     Options,
     checked_settings,
 )
+from ritz.optim._kfac.preconditioner import check_clip, clip_factor
 
 
 @final
@@ -27,9 +28,9 @@ class KFAC(Optimizer):
         z \leftarrow \rho z + (F + \delta I)^{-1} \nabla L(w), \qquad
         w \leftarrow (1 - \alpha\lambda)\, w - \alpha z,
 
-    where the block of a layer in the Fisher matrix is :math:`F = S \otimes A`, with the second
-    moments :math:`A` of its inputs and :math:`S` of the derivatives in its outputs. Hooks capture
-    both in the ordinary forward and backward pass, in train mode::
+    where the block of a layer in the Fisher matrix is :math:`F = S \otimes A`. :math:`A` is the
+    second moment of its inputs, and :math:`S` that of the derivatives in its outputs. Hooks capture
+    both in your forward and backward passes in train mode::
 
         optimizer = ritz.optim.KFAC(model, lr=0.01, delta=0.01)
         for inputs, labels in loader:
@@ -37,58 +38,72 @@ class KFAC(Optimizer):
             cross_entropy(model(inputs), labels).backward()
             optimizer.step()
 
-    The loss must be the mean over the samples of a step, as in gradient accumulation with the loss
-    divided by the number of batches. Each forward pass has one backward pass; put any other, such
-    as that of a gradient penalty, into :meth:`paused`. Batches with backward passes of their own
-    add up, also with :class:`~torch.nn.parallel.DistributedDataParallel`. Calls of a layer on equal
-    numbers of samples with one backward pass are of the same samples, as in a siamese network, and
-    count as positions of them. Several processes average their factors and share out the inverses.
+    **Passes.** The loss must be the mean over the samples of a step. If you accumulate gradients,
+    divide the loss by the number of batches. Each forward pass must have one backward pass. Put any
+    other backward pass, such as that of a gradient penalty, into :meth:`paused`. If a layer is
+    called several times before one backward pass, on equal numbers of samples, the calls are taken
+    to be of the same samples, as in a siamese network. They count as positions of these samples.
+    With :class:`~torch.nn.parallel.DistributedDataParallel`, the processes average their factors
+    and divide the inverses among themselves.
 
-    Known layers are linear layers, convolutions, embeddings (with their exact diagonal :math:`A`)
-    and affine norms (the exact block of each feature). Any other layer, and one that shares a
-    parameter with another, has the plain gradient; a warning says so once, and ``plain`` lists
-    them. The damping of a layer is that of the group of its first parameter. Frozen parameters are
-    left out. FSDP2 is not supported.
+    **Layers.** Linear layers, convolutions, embeddings (with their exact, diagonal :math:`A`) and
+    affine norms (with the exact block of each feature). Other layers, and layers that share a
+    parameter, use the plain gradient. A warning says so once, and ``plain`` lists them. The damping
+    of a layer is that of the group of its first parameter. Frozen parameters are left out. FSDP2 is
+    not supported.
 
-    Cost: every ``factor_every`` steps two products per layer, every ``inverse_every`` steps its
+    **Cost.** Every ``factor_every`` steps two products per layer, every ``inverse_every`` steps its
     inverses, and in every step two products with the gradient (four for ``damping="exact"`` and
-    EK-FAC). A factor of thousands of inputs dominates all three: ``max_order`` makes it diagonal.
-    Memory: factors and inverses, which ``state_dict()`` holds, so that a run resumes bit
-    for bit. Inputs of layers are stored from the forward to the backward pass, in those steps
-    alone.
+    EK-FAC). Layers with thousands of inputs dominate all three: pass ``max_order`` to make their
+    factors diagonal. Memory: factors and inverses. They are part of ``state_dict()``, so that a
+    resumed run is the same bit for bit. In the steps that update the factors, inputs of layers are
+    stored from the forward to the backward pass.
 
     Args:
         model: The model, also inside DistributedDataParallel.
         lr: Learning rate :math:`\alpha`.
         delta: Damping :math:`\delta`, which a :class:`~ritz.optim.GroupSchedule` may change. Along
-            directions without curvature the learning rate is :math:`\alpha / \delta`: a ratio
-            of 1 is a good start, and a larger damping allows a larger
-            learning rate.
+            directions without curvature the effective learning rate is :math:`\alpha / \delta`.
+            Start with a ratio of 1. A larger damping allows a larger learning rate.
         params: Parameters of the model or groups of them. Defaults to all that require a gradient.
         momentum: Momentum :math:`\rho`.
         weight_decay: Decay :math:`\lambda`.
-        decoupled_weight_decay: False adds :math:`\lambda w` to the gradient instead.
+        decoupled_weight_decay: If False, :math:`\lambda w` is added to the gradient instead.
         nesterov: Use Nesterov momentum.
         kl_clip: Limit :math:`\kappa`: the step is multiplied by
             :math:`\min(1, \sqrt{\kappa / (\alpha^2 g^\top (F + \delta I)^{-1} g)})`. Defaults to no
             limit.
         maximize: Maximize the objective.
-        scaler: The ``GradScaler`` of the loss, which float16 needs.
-        **options: ``kind``: ``kfac`` or ``ekfac``, which replaces the eigenvalues of
-            :math:`S \otimes A` by second moments of sample gradients in its eigenbasis.
-            ``fisher``: ``empirical`` (the labels of the data, no extra pass), ``monte_carlo``
-            (labels drawn from the model, one more backward pass every ``factor_every`` steps) or
-            ``ggn`` (one for each output); the last two need :meth:`observe`. ``damping``:
-            ``factored``, :math:`(S + \frac{\sqrt\delta}{\pi} I) \otimes (A + \pi \sqrt\delta I)`,
-            whose damping is renewed with the inverses, or ``exact``. ``factor_every`` (10),
-            ``inverse_every`` (100), ``factor_decay`` (0.95; a plain mean at first).
-            ``weight_sharing``: ``expand`` takes positions for samples, ``reduce`` has the mean
-            input and the summed derivative of a sample. ``basis``: eigenbases by ``eigh``, or
-            tracked by one step of ``qr``. ``max_order``: factors of larger order are diagonal (in
-            EK-FAC, their basis is the identity, and its second moments are exact in that); 0 makes
-            all factors diagonal, no limit by default. ``precision``: ``tf32`` or
-            ``float32`` products on a GPU, by default as torch is set; inverses are always in
-            float32. ``seed``: of drawn labels.
+        scaler: The ``GradScaler`` of the loss. Required for float16.
+        **options: Options of the curvature.
+
+            ``kind``: ``kfac`` (default) or ``ekfac``, which replaces the eigenvalues of
+            :math:`S \otimes A` by the second moments of sample gradients in its eigenbasis.
+
+            ``fisher``: ``empirical`` (default; the labels of the data, no additional pass),
+            ``monte_carlo`` (labels drawn from the model, one more backward pass every
+            ``factor_every`` steps) or ``ggn`` (one more per output). The last two need
+            :meth:`observe`.
+
+            ``damping``: ``factored`` (default),
+            :math:`(S + \frac{\sqrt\delta}{\pi} I) \otimes (A + \pi \sqrt\delta I)`, where a new
+            :math:`\delta` has an effect when the inverses are updated, or ``exact``.
+
+            ``factor_every`` (10) and ``inverse_every`` (100): Steps between updates.
+            ``factor_decay`` (0.95): Decay of the running averages, which are plain means at first.
+
+            ``weight_sharing``: ``expand`` (default) treats positions as samples. ``reduce`` uses
+            the mean input and the summed derivative of a sample.
+
+            ``basis``: Eigenbases by ``eigh`` (default), or tracked by one step of ``qr``.
+
+            ``max_order``: Factors of larger order are diagonal, and their eigenbasis in EK-FAC is
+            the identity. 0 makes all factors diagonal. Defaults to no limit.
+
+            ``precision``: ``tf32`` or ``float32`` products on a GPU. Defaults to the setting of
+            torch. Inverses are always in float32.
+
+            ``seed`` (0): Seed of drawn labels.
 
     Reference: Martens and Grosse (2015); Grosse and Martens (2016); George et al. (2018) for
     EK-FAC; Eschenhagen et al. (2023) for weight sharing.
@@ -111,7 +126,7 @@ class KFAC(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         settings = checked_settings(options)
-        self.kl_clip = _checked_clip(kl_clip)
+        self.kl_clip = check_clip(kl_clip)
         check_type("model", model, nn.Module, "a torch.nn.Module")
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
@@ -140,10 +155,10 @@ class KFAC(Optimizer):
         return dict(self._attached().plain)
 
     def observe(self, outputs: Tensor, target: Any, loss_fn: Any) -> None:
-        """Capture the curvature of a batch, for ``fisher`` other than ``empirical``.
+        """Capture the curvature of a batch with ``fisher="monte_carlo"`` or ``"ggn"``.
 
-        Call it between forward and backward pass. In steps that do not update the factors it does
-        nothing.
+        Call it between forward and backward pass. It does nothing in steps that do not update the
+        factors.
 
         Args:
             outputs: Outputs of the model.
@@ -158,7 +173,7 @@ class KFAC(Optimizer):
         self._attached().discard()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Capture nothing inside the block, as in a pass that is not part of the step."""
+        """Capture nothing inside the block. Use it for passes that are not part of the step."""
         return self._attached().paused()
 
     @torch.no_grad()
@@ -169,7 +184,7 @@ class KFAC(Optimizer):
             loss = None if closure is None else closure()
         gradients = self._gradients()
         if gradients:
-            # Clipping comes before momentum: the limit is on the step of this gradient.
+            # Clipped before momentum, because the limit is for the step of this gradient.
             directions = curvature.step(gradients)
             limit = clip_factor(self, gradients, directions, self.kl_clip)
             for group in self.param_groups:
@@ -188,7 +203,7 @@ class KFAC(Optimizer):
                     continue
                 if p.grad.is_sparse:
                     raise RuntimeError("KFAC does not support sparse gradients")
-                # Maximizing L is minimizing -L; the curvature, of squares, is that of both.
+                # Maximizing L is minimizing -L. The curvature, a mean of squares, is the same.
                 gradient = p.grad * sign if sign < 0 else p.grad
                 gradients[p] = gradient.add(p, alpha=decay) if decay else gradient
         return gradients
@@ -203,7 +218,7 @@ class KFAC(Optimizer):
         if not params:
             return
         rate, momentum = float(group["lr"]), group["momentum"]
-        # Lists of tensors, which the foreach functions take in a few kernels.
+        # Lists of tensors, so that foreach functions need only a few kernels.
         steps = [directions[p] if limit is None else directions[p] * limit for p in params]
         if momentum:
             for p in params:
@@ -219,7 +234,7 @@ class KFAC(Optimizer):
                 else buffers
             )
         if group["decoupled_weight_decay"] and group["weight_decay"]:
-            # Decoupled: the decay does not go through the preconditioner.
+            # Decoupled decay is not preconditioned.
             torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
         torch._foreach_add_(params, steps, alpha=-rate)
 
@@ -230,125 +245,6 @@ class KFAC(Optimizer):
                 "a copy of KFAC has no model: create KFAC for the model, and load state_dict()"
             )
         return curvature
-
-
-@final
-class KFACPreconditioner:
-    """Preconditions the gradients of any optimiser by K-FAC or EK-FAC.
-
-    Before each step of the optimiser the gradient becomes that of :class:`KFAC`, and after it
-    itself again::
-
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        KFACPreconditioner(optimizer, model, delta=0.01)
-
-    It belongs to the optimiser from then on: the damping is ``delta`` in its groups, and the
-    curvature is saved with its state. Create it again before loading a state.
-
-    Args:
-        optimizer: An optimiser of parameters of the model, whose ``step()`` needs no closure and
-            which has no ``delta``.
-        model: The model, also inside DistributedDataParallel.
-        delta: Damping.
-        kl_clip: See :class:`KFAC`.
-        scaler: The ``GradScaler`` of the loss, which float16 needs.
-        **options: As of :class:`KFAC`.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        delta: float = 0.01,
-        *,
-        kl_clip: float | None = None,
-        scaler: Any = None,
-        **options: Unpack[Options],
-    ) -> None:
-        check_optimizer(optimizer)
-        check_setting("delta", delta, zero=False)
-        settings = checked_settings(options)
-        if any("delta" in group for group in optimizer.param_groups):
-            kind = type(optimizer).__name__
-            raise ValueError(f"optimizer must not have a damping already, got {kind} with delta")
-        for group in optimizer.param_groups:
-            group["delta"] = delta
-        self.kl_clip = _checked_clip(kl_clip)
-        self.curvature = Curvature(optimizer, model, settings, scaler)
-        self._gradients: Gradients = {}
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
-
-    @property
-    def plain(self) -> dict[str, str]:
-        """Layers whose gradients are not preconditioned, by name, with the reason."""
-        return dict(self.curvature.plain)
-
-    def observe(self, outputs: Tensor, target: Any, loss_fn: Any) -> None:
-        """Capture the curvature of a batch; see :meth:`KFAC.observe`."""
-        self.curvature.observe(outputs, target, loss_fn)
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Capture nothing inside the block."""
-        return self.curvature.paused()
-
-    def remove(self) -> None:
-        """Remove all hooks, so that steps are no longer preconditioned."""
-        self.curvature.remove()
-        for handle in self._handles:
-            handle.remove()
-
-    @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # A closure computes new gradients inside of step(), which would not be preconditioned.
-        if any(each is not None for each in (*args[1:], *kwargs.values())):
-            raise ValueError("KFACPreconditioner needs gradients before step(), got a closure")
-        # A fused kernel skips a step whose scaled gradients overflow.
-        overflow: Tensor | None = getattr(optimizer, "found_inf", None)
-        if overflow is not None and bool(overflow > 0):
-            return
-        # The gradients come back after the step: monitors and clipping outside see plain ones.
-        self._gradients = {p: p.grad for p in parameters(optimizer) if p.grad is not None}
-        if not self._gradients:
-            return
-        directions = self.curvature.step(self._gradients)
-        limit = clip_factor(optimizer, self._gradients, directions, self.kl_clip)
-        for p, direction in directions.items():
-            # Assigned and not written into: the gradient may be a view of a bucket of DDP.
-            p.grad = direction if limit is None else direction * limit
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for p, gradient in self._gradients.items():
-            p.grad = gradient
-        self._gradients = {}
-
-
-def clip_factor(
-    optimizer: Optimizer, gradients: Gradients, directions: Gradients, limit: float | None
-) -> Tensor | None:
-    r"""Return :math:`\min(1, \sqrt{\kappa / (\alpha^2 g^\top P g)})`, or ``None`` without limit."""
-    if limit is None:
-        return None
-    total = torch.zeros((), dtype=torch.float64)
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p in gradients:
-                # The step changes the model by alpha^2 g'Pg in KL divergence, over all layers.
-                product = (gradients[p] * directions[p]).sum(dtype=torch.float64)
-                total = total.to(product.device) + float(group["lr"]) ** 2 * product
-    # Scaled gradients, which a fused kernel divides by the scale later.
-    scale = getattr(optimizer, "grad_scale", None)
-    total = total if scale is None else total / scale.double() ** 2
-    # The tiniest number stands for a gradient of zero, whose step needs no limit.
-    return (limit / total.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().clamp_max(1)
-
-
-def _checked_clip(limit: float | None) -> float | None:
-    if limit is not None:
-        check_setting("kl_clip", limit)
-    return limit
 
 
 def _check_group(settings: dict[str, Any]) -> None:

@@ -1,415 +1,136 @@
-"""The preconditioner: when curvature is captured, averaged, inverted, shared and saved."""
+"""`KFACPreconditioner`: K-FAC around any optimiser."""
 
-import math
-import random
-import warnings
-from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypedDict, final
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ritz._core.checks import check_type
-from ritz._core.distributed import all_sum, broadcast, rank, world_size
-from ritz._core.modes import arithmetic, unwrapped
 from ritz._core.params import check_optimizer, check_setting, parameters
-from ritz.curvature._shared import KFACKind, as_likelihood, known_loss
-from ritz.optim._companions import StateDict, listed, owners
-from ritz.optim._kfac.blocks import (
-    Basis,
-    Block,
-    DampingMethod,
-    Kind,
-    KroneckerBlock,
-    Pass,
-    Passed,
-    ProductPrecision,
-    Settings,
-    Tensors,
-    WeightSharing,
-    block_of,
+from ritz.optim._kfac.curvature import (
+    Curvature,
+    Gradients,
+    Options,
+    checked_settings,
 )
-from ritz.optim._kfac.capture import Capture
-
-PREFIX = "kfac_"  # of the names of the curvature in the state of a parameter
-Gradients = dict[Tensor, Tensor]
-
-
-class Options(TypedDict, total=False):
-    """Keywords of the preconditioner; see :class:`ritz.optim.KFAC`."""
-
-    kind: Kind
-    fisher: KFACKind
-    damping: DampingMethod
-    factor_every: int
-    inverse_every: int
-    factor_decay: float
-    weight_sharing: WeightSharing
-    basis: Basis
-    max_order: int | None
-    precision: ProductPrecision | None
-    seed: int
-
-
-def checked_settings(options: Mapping[str, Any]) -> Settings:
-    """Return settings with defaults; raise for unknown or impossible ones."""
-    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
-        raise TypeError(f"KFAC got unknown arguments {', '.join(unknown)}")
-    return Settings(**options)
 
 
 @final
-class Curvature:
-    """Captured curvature of the parameters of an optimiser, and the product with its inverse.
+class KFACPreconditioner:
+    """Precondition the gradients of any optimiser by K-FAC or EK-FAC.
 
-    Every group of the optimiser has a ``delta``. The curvature is saved and loaded with the state
-    of the optimiser, in that of the first parameter of each layer.
+    Before each step of the optimiser, the gradients are replaced by the preconditioned gradients of
+    :class:`KFAC`. After the step the original gradients are restored::
 
-    Attributes:
-        blocks: Layers with curvature.
-        plain: Layers without, by name, and why. Their gradients are used as they are.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        KFACPreconditioner(optimizer, model, delta=0.01)
+
+    The optimiser keeps the preconditioner alive. The damping is ``delta`` in its groups, and the
+    curvature is saved with its state. Before you load a state, create the preconditioner again.
+
+    Args:
+        optimizer: An optimiser of parameters of the model. Its ``step()`` must not need a closure,
+            and its groups must not have ``delta`` already.
+        model: The model, also inside DistributedDataParallel.
+        delta: Damping.
+        kl_clip: See :class:`KFAC`.
+        scaler: The ``GradScaler`` of the loss, which float16 needs.
+        **options: The same as those of :class:`KFAC`.
     """
 
     def __init__(
-        self, optimizer: Optimizer, model: nn.Module, settings: Settings, scaler: Any = None
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        delta: float = 0.01,
+        *,
+        kl_clip: float | None = None,
+        scaler: Any = None,
+        **options: Unpack[Options],
     ) -> None:
         check_optimizer(optimizer)
-        check_type("model", model, nn.Module, "a torch.nn.Module")
-        self.optimizer, self.settings = optimizer, settings
-        self.steps, self._observed = 0, 0
-        self.blocks, self.plain = _find_blocks(unwrapped(model), optimizer, settings)
-        self._say(self.plain)
-        waits = settings.fisher != "empirical"
-        self._capture = Capture(unwrapped(model), self.blocks, self._receive, waits=waits)
-        self._loaded: dict[Tensor, Tensors] = {}
-        self.scaler = scaler
-        self._arm()
-        optimizer.register_state_dict_pre_hook(self._write)
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
-        optimizer.register_load_state_dict_post_hook(self._after_load)
+        check_setting("delta", delta, zero=False)
+        settings = checked_settings(options)
+        if any("delta" in group for group in optimizer.param_groups):
+            kind = type(optimizer).__name__
+            raise ValueError(f"optimizer must not have a damping already, got {kind} with delta")
+        for group in optimizer.param_groups:
+            group["delta"] = delta
+        self.kl_clip = check_clip(kl_clip)
+        self.curvature = Curvature(optimizer, model, settings, scaler)
+        self._gradients: Gradients = {}
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
 
-    def remove(self) -> None:
-        """Remove the hooks on the model."""
-        self._capture.remove()
+    @property
+    def plain(self) -> dict[str, str]:
+        """Layers whose gradients are not preconditioned, by name, with the reason."""
+        return dict(self.curvature.plain)
+
+    def observe(self, outputs: Tensor, target: Any, loss_fn: Any) -> None:
+        """Capture the curvature of a batch, as :meth:`KFAC.observe` does."""
+        self.curvature.observe(outputs, target, loss_fn)
 
     def paused(self) -> AbstractContextManager[None]:
         """Capture nothing inside the block."""
-        return self._capture.paused()
+        return self.curvature.paused()
 
-    def discard(self) -> None:
-        """Forget what backward passes have captured since the last step."""
-        # observe() may come before zero_grad(), and belongs to the step that follows.
-        for block in self.blocks if self.settings.fisher == "empirical" else ():
-            block.clear()
+    def remove(self) -> None:
+        """Remove all hooks, so that steps are no longer preconditioned."""
+        self.curvature.remove()
+        for handle in self._handles:
+            handle.remove()
 
-    @property
-    def scaler(self) -> Any:
-        """Gradient scaler of the loss, or ``None``."""
-        return self._scaler
-
-    @scaler.setter
-    def scaler(self, scaler: Any) -> None:
-        self._scaler, self._capture.scaled = scaler, scaler is not None
-
-    @property
-    def capturing(self) -> bool:
-        """Whether the next step updates the factors."""
-        return self._capture.active
-
-    # --------------------------------------------------------------------------------------
-    # Capture.
-
-    def _arm(self) -> None:
-        # A first step whose sums were not finite is repeated.
-        missing = not any(block.inverse for block in self.blocks)
-        due = self.steps % self.settings.factor_every == 0 or missing
-        self._capture.active, self._observed = due and bool(self.blocks), 0
-        self._capture.forget()
-
-    def _receive(self, block: Block, passed: Passed, of: Pass) -> None:
-        with arithmetic(self.settings.precision):
-            block.receive(passed, of)
-
-    def observe(self, outputs: Tensor, target: Any, loss_fn: Any) -> None:
-        """Capture the curvature of a batch for ``fisher="monte_carlo"`` or ``"ggn"``."""
-        if self.settings.fisher == "empirical" or not self.capturing:
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # A closure computes new gradients inside of step(), too late to be preconditioned.
+        if any(each is not None for each in (*args[1:], *kwargs.values())):
+            raise ValueError("step() of a preconditioned optimiser takes no closure, got one: call "
+                             "backward() before step()")  # fmt: skip
+        # A fused kernel skips a step whose scaled gradients overflow.
+        overflow: Tensor | None = getattr(optimizer, "found_inf", None)
+        if overflow is not None and bool(overflow > 0):
             return
-        if not isinstance(outputs, Tensor) or not outputs.requires_grad:
-            raise ValueError("outputs must be a tensor with a gradient, before backward()")
-        wide = torch.promote_types(outputs.dtype, torch.float32)
-        with torch.no_grad(), arithmetic(None):
-            columns = self._columns(outputs.detach().to(wide), target, loss_fn)
-            # Means over the batch become sums, and small numbers survive half precision.
-            columns = columns * (math.sqrt(len(outputs)) * self._scale())
-        self._capture.pull(outputs, iter(columns.to(outputs.dtype)))
-        self._observed += 1
+        # Restored after the step, so that monitors and clipping see the original gradients.
+        self._gradients = {p: p.grad for p in parameters(optimizer) if p.grad is not None}
+        if not self._gradients:
+            return
+        directions = self.curvature.step(self._gradients)
+        limit = clip_factor(optimizer, self._gradients, directions, self.kl_clip)
+        for p, direction in directions.items():
+            # Assigned and not modified in place, as the gradient may be a view of a DDP bucket.
+            p.grad = direction if limit is None else direction * limit
 
-    def _columns(self, outputs: Tensor, target: Any, loss_fn: Any) -> Tensor:
-        if self.settings.fisher == "ggn":
-            known = known_loss(loss_fn)
-            if known is None:
-                raise ValueError(
-                    f"loss_fn must be one whose Hessian in the outputs is known, got {loss_fn}"
-                )
-            return known.root(outputs, target)
-        known = as_likelihood(loss_fn)
-        # A seed for each batch of each step, so that a resumed run draws the same labels.
-        place = (self.settings.seed, self.steps, self._observed, rank())
-        rng = torch.Generator().manual_seed(random.Random(str(place)).getrandbits(63))
-        return known.score(outputs, target, known.draw(outputs, target, rng)).unsqueeze(0)
-
-    def _scale(self) -> float:
-        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
-
-    # --------------------------------------------------------------------------------------
-    # Steps.
-
-    def step(self, gradients: Gradients) -> Gradients:
-        """Update the curvature if it is due; return preconditioned gradients.
-
-        Args:
-            gradients: Gradients of parameters, not scaled.
-        """
-        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
-        for group in self.optimizer.param_groups:
-            if "delta" not in group:
-                raise ValueError("parameter groups must be added before KFACPreconditioner is made")
-            check_setting("delta", group["delta"], zero=False)
-        deltas = {block: float(groups[block.anchor]["delta"]) for block in self.blocks}
-        # Averages first: the first step has inverses of its own factors.
-        if self.capturing:
-            if gains := self._absorb(gradients):
-                self._invert(gains, deltas)
-            for block in self.blocks:
-                block.clear()
-        self.steps += 1
-        self._arm()
-        with arithmetic(self.settings.precision):
-            return gradients | dict(self._preconditioned(gradients, deltas))
-
-    def _preconditioned(
-        self, gradients: Gradients, deltas: dict[Block, float]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        for block in self.blocks:
-            present = {key: p for key, p in block.params.items() if p in gradients}
-            if not present or not block.inverse:
-                continue
-            # The block is of weight and bias together; one that is frozen or unused is zero in it.
-            parts = {
-                key: gradients[p].to(block.dtype) if key in present else torch.zeros_like(p)
-                for key, p in block.params.items()
-            }
-            result = block.precondition(parts, deltas[block])
-            for key, p in present.items():
-                yield p, result[key].to(p.dtype)
-
-    def _absorb(self, gradients: Gradients) -> dict[Block, float]:
-        """Let the sums of the step enter the averages; return the gain of each block."""
-        with arithmetic(self.settings.precision):
-            for block in self.blocks:
-                block.complete()
-        local = torch.tensor([[b.samples, b.rows] for b in self.blocks], dtype=torch.float64)
-        # One exchange for all layers, before those of their factors. Alone, no wait for the device.
-        alone = world_size() == 1
-        counts = (local if alone else all_sum(local.to(self.blocks[0].device))).tolist()
-        active = []
-        for block, (samples, rows) in zip(self.blocks, counts, strict=True):
-            block.samples, block.rows = int(samples), int(rows)
-            if samples:
-                if not alone:
-                    # A process without samples adds zeros.
-                    zeros = block.zeros() if not block.sums else {}
-                    block.sums = {k: all_sum(v) for k, v in sorted((zeros | block.sums).items())}
-                active.append(block)
-        self._drop_unseen(active, gradients)
-        # One number per layer, and one wait for the device in all.
-        totals = [value.sum() for block in active for value in block.tensors()]
-        # An overflow, as of a scaled loss whose step was skipped, is no curvature.
-        if not totals or not bool(torch.stack(totals).isfinite().all()):
-            return {}
-        gains = {block: self._gain(block.samples) for block in active}
-        for block, gain in gains.items():
-            block.absorb(gain)
-        return gains
-
-    def _gain(self, samples: int) -> float:
-        # The factor S has squares of derivatives, and so the square of the scale of the loss.
-        unit = 1 / self._scale() ** 2
-        if self.settings.fisher != "empirical":
-            return unit / samples
-        # The gradient is the mean over N samples, so derivatives are 1 / N of those of a sample,
-        # and the mean of squares is N times their sum. Processes average their gradients.
-        return unit * samples / world_size() ** 2
-
-    def _drop_unseen(self, active: list[Block], gradients: Gradients) -> None:
-        """Treat layers that have a gradient without having been called as unknown."""
-        if not active and self.settings.fisher != "empirical":
-            raise RuntimeError(
-                f"fisher={self.settings.fisher!r} needs optimizer.observe(outputs, target, "
-                "loss_fn) before backward()"
-            )
-        unseen = {
-            block.name: "its parameters are used without calling it"
-            for block in self.blocks
-            if block not in active
-            and not block.average
-            and any(p in gradients for p in block.params.values())
-        }
-        if unseen and not active:
-            raise RuntimeError(
-                "KFAC saw no backward pass through the layers of its model in train mode, but "
-                f"{next(iter(unseen))!r} has a gradient: call model.train() and the model that "
-                "KFAC was made with"
-            )
-        if unseen:
-            self._say(unseen)
-            self.plain |= unseen
-            self.blocks[:] = [block for block in self.blocks if block.name not in unseen]
-
-    def _say(self, plain: dict[str, str]) -> None:
-        if plain:
-            few = "; ".join(f"{name}: {why}" for name, why in list(plain.items())[:5])
-            more = f"; and {len(plain) - 5} more" if len(plain) > 5 else ""
-            warnings.warn(
-                f"KFAC uses the plain gradient for layers without factors: {few}{more}",
-                stacklevel=4,
-            )
-
-    # --------------------------------------------------------------------------------------
-    # Inverses, shared out over processes.
-
-    def _invert(self, gains: dict[Block, float], deltas: dict[Block, float]) -> None:
-        due = self.steps % self.settings.inverse_every == 0
-        blocks = [block for block in self.blocks if block.average and (due or not block.inverse)]
-        mine = _shares(blocks)[rank()]
-        inverses: dict[Block, Tensors] = {}
-        # Never TF32: its roundoff would exceed small eigenvalues.
-        with arithmetic("float32"):
-            for block in blocks:
-                inverses[block] = (
-                    block.decomposed(deltas[block]) if block in mine else block.blank()
-                )
-        # Every process knows who inverts which layer, without an exchange.
-        owner = {block: number for number, share in enumerate(_shares(blocks)) for block in share}
-        for block in blocks:
-            # In one order in all processes, as collective operations must be.
-            for name in sorted(inverses[block]):
-                broadcast(inverses[block][name], owner[block])
-            if isinstance(block, KroneckerBlock):
-                block.rotate(inverses[block])
-            block.inverse = inverses[block]
-        self._add_first_scales(blocks, gains)
-
-    def _add_first_scales(self, blocks: list[Block], gains: dict[Block, float]) -> None:
-        # EK-FAC projects on eigenbases, which the samples of the first step did not have yet.
-        for block in blocks if self.settings.kind == "ekfac" else ():
-            if isinstance(block, KroneckerBlock) and "scales" not in block.average:
-                with self.paused(), arithmetic(self.settings.precision):
-                    block.project_late()
-                scales = block.sums.get("scales")
-                block.sums["scales"] = all_sum(
-                    block.zeros()["scales"] if scales is None else scales
-                )
-                block.absorb_late(gains[block])
-
-    # --------------------------------------------------------------------------------------
-    # State.
-
-    def _write(self, optimizer: Optimizer) -> None:
-        for block in self.blocks:
-            if block.average:
-                # As tensors: torch.load with weights_only and distributed checkpoints take those.
-                entry = {"updates": torch.tensor(block.updates), "steps": torch.tensor(self.steps)}
-                entry |= block.average | block.inverse
-                named = {f"{PREFIX}{name}": value for name, value in entry.items()}
-                optimizer.state[block.anchor] |= named
-
-    def _before_load(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        """Take the curvature out of a state that torch is about to load and to cast."""
-        # By place in the groups, as torch itself matches a state to parameters.
-        here, there = listed(optimizer.param_groups), listed(state_dict["param_groups"])
-        places = {place: p for (_, p), (_, place) in zip(here, there, strict=False)}
-        state = dict(state_dict["state"])
-        self._loaded = {}
-        for place, entry in state_dict["state"].items():
-            mine = {k.removeprefix(PREFIX): v for k, v in entry.items() if k.startswith(PREFIX)}
-            if mine and place in places:
-                self._loaded[places[place]] = mine
-                state[place] = {k: v for k, v in entry.items() if not k.startswith(PREFIX)}
-        return state_dict | {"state": state}
-
-    def _after_load(self, optimizer: Optimizer) -> None:
-        self.steps = 0
-        for block in self.blocks:
-            block.clear()
-            entry = dict(self._loaded.get(block.anchor, {}))
-            block.updates = int(entry.pop("updates", 0))
-            self.steps = max(self.steps, int(entry.pop("steps", 0)))
-            block.load({k: v.to(block.device, block.dtype, copy=True) for k, v in entry.items()})
-        self._loaded = {}
-        self._arm()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for p, gradient in self._gradients.items():
+            p.grad = gradient
+        self._gradients = {}
 
 
-def _shares(blocks: list[Block]) -> list[set[Block]]:
-    """Share blocks out over processes, each to the one with the least work so far."""
-    shares: list[set[Block]] = [set() for _ in range(world_size())]
-    work = [0] * len(shares)
-    # Largest first: the longest work is then at most 4/3 of the shortest possible.
-    for block in sorted(blocks, key=lambda block: -block.cost()):
-        least = work.index(min(work))
-        shares[least].add(block)
-        work[least] += block.cost()
-    return shares
+def clip_factor(
+    optimizer: Optimizer, gradients: Gradients, directions: Gradients, limit: float | None
+) -> Tensor | None:
+    r"""Return :math:`\min(1, \sqrt{\kappa / (\alpha^2 g^\top P g)})`, or ``None`` if no limit."""
+    if limit is None:
+        return None
+    total = torch.zeros((), dtype=torch.float64)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p in gradients:
+                # The KL divergence by which the step changes the model is about alpha^2 g'Pg.
+                product = (gradients[p] * directions[p]).sum(dtype=torch.float64)
+                total = total.to(product.device) + float(group["lr"]) ** 2 * product
+    # Gradients may be scaled if a fused kernel divides them by the scale later.
+    scale = getattr(optimizer, "grad_scale", None)
+    total = total if scale is None else total / scale.double() ** 2
+    # clamp_min avoids a division by zero if all gradients are zero.
+    return (limit / total.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().clamp_max(1)
 
 
-def _find_blocks(
-    model: nn.Module, optimizer: Optimizer, settings: Settings
-) -> tuple[list[Block], dict[str, str]]:
-    """Return the layers with curvature, and the names of others with the reason."""
-    chosen = {id(p) for p in parameters(optimizer) if p.requires_grad}
-    # A gradient that sums over two layers has the block of neither.
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for p in module.parameters(recurse=False):
-            users[id(p)] = users.get(id(p), 0) + 1
-    blocks: list[Block] = []
-    plain: dict[str, str] = {}
-    for name, module in model.named_modules():
-        params = {key: p for key, p in module.named_parameters(recurse=False) if id(p) in chosen}
-        _check_params(name, params)
-        reason = _reason(module, params, users)
-        block = None if reason or not params else block_of(name, module, params, settings)
-        if block is not None:
-            blocks.append(block)
-        elif params:
-            plain[name or "the model"] = reason or f"{type(module).__name__} is not known"
-    if not blocks and not plain:
-        raise ValueError("model must have parameters of the optimizer, got others")
-    return blocks, plain
-
-
-def _check_params(name: str, params: dict[str, nn.Parameter]) -> None:
-    for key, p in params.items():
-        full = f"{name}.{key}".lstrip(".")
-        if is_lazy(p):
-            raise ValueError(f"{full} has no shape yet: call the model once before KFAC")
-        if hasattr(p, "to_local"):
-            raise ValueError(f"KFAC needs whole parameters, got {full} sharded (FSDP2 or tensor "
-                             "parallel): use DistributedDataParallel")  # fmt: skip
-
-
-def _reason(module: nn.Module, params: dict[str, nn.Parameter], users: dict[int, int]) -> str:
-    if any(users[id(p)] > 1 for p in params.values()):
-        return "it shares a parameter with another layer"
-    if any(not p.is_floating_point() for p in params.values()):
-        return "its parameters are complex"
-    return "" if params.keys() <= {"weight", "bias"} else f"{type(module).__name__} is not known"
-
-
-def curvature_of(optimizer: Optimizer) -> Curvature | None:
-    """Return the K-FAC curvature of an optimiser, or of one that it wraps."""
-    found = (owner for owner in owners(optimizer) if isinstance(owner, Curvature))
-    return next(found, None)
+def check_clip(limit: float | None) -> float | None:
+    if limit is not None:
+        check_setting("kl_clip", limit)
+    return limit

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import probes
+from ritz._core.random import draw_probes, probes
 from ritz._core.results import Estimate
-from ritz._core.sampling import ROUNDOFF, check_samples, draw_probes
+from ritz._core.sampling import ROUNDOFF, check_samples
 from ritz.operators import LinearOperator
 from ritz.spectra._functions.quadrature import (
     ALTERNATING,

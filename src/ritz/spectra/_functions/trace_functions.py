@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, resolve_generator
+from ritz._core.random import Probe, draw_probes, resolve_generator
 from ritz._core.results import Estimate, stderr
-from ritz._core.sampling import Sampling, check_samples, doubling, draw_probes, is_settled
+from ritz._core.sampling import Sampling, check_samples, doubling, is_settled
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._functions.quadrature import (
     ADVICE,

@@ -10,9 +10,8 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, check_finite, check_tensor
 from ritz._core.distributed import Group
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import resolve_generator
+from ritz._core.random import draw_probes, resolve_generator
 from ritz._core.results import HasStatus, Status, format_uncertain
-from ritz._core.sampling import draw_probes
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._lanczos.recurrence import (
@@ -203,8 +202,7 @@ def lanczos_block(
         num_probes: Number of runs. Ignored if ``start`` is passed.
         start: Start vectors ``(n, k)``. Defaults to random ones.
         against: Vectors ``(n, c)``. Their cosines with the Ritz vectors are returned as
-        ``cosines``.
-            Each costs one read of the basis; the Ritz vectors are not formed.
+            ``cosines``. Each vector costs one read of the basis; the Ritz vectors are not formed.
         vectors: Return Ritz vectors.
         reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`lanczos`.
         group: Processes that run together, for ``state``.

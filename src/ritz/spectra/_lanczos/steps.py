@@ -7,9 +7,8 @@ from torch import Tensor
 
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress
-from ritz._core.random import resolve_generator
+from ritz._core.random import draw_probes, resolve_generator
 from ritz._core.results import AsymmetryError
-from ritz._core.sampling import draw_probes
 from ritz.operators import LinearOperator
 from ritz.spectra._lanczos.recurrence import (
     TUNING,

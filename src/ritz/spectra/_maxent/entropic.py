@@ -62,7 +62,7 @@ class EntropicDensity(HasStatus):
 
     @property
     def atoms(self) -> Atoms:
-        """None: entropy would be minus infinity."""
+        """No atoms: the entropy of a density with atoms is minus infinity."""
         return NO_ATOMS
 
     @property

@@ -5,7 +5,7 @@ import torch
 from torch import fx
 from torch.func import functionalize, grad, jvp, vmap
 
-from ritz.curvature._recorder import GuardError, guard, record
+from ritz.curvature._tracing import GuardError, guard, record
 
 
 def replay(recording, *inputs):

@@ -1,4 +1,4 @@
-"""Tensors that belong to the parameters of an optimiser and are saved in its state."""
+"""`StateTensors`: one tensor per parameter, saved and loaded with the state of an optimiser."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -11,30 +11,31 @@ from torch.optim import Optimizer
 from ritz._core.params import parameters
 
 StateDict = dict[str, Any]
-NEVER = -1  # as the number of a step
+NEVER = -1  # a step number that is never reached
 
 
 @final
-class Companions:
+class StateTensors:
     r"""One tensor per parameter, and a few integers, stored in ``optimizer.state``.
 
-    For a parameter ``p`` they are ``state[p][key]``, of the shape and sharding of ``p``, and
-    ``state[p][f"{key}_{name}"]``, tensors without dimensions. So ``optimizer.state_dict()``,
-    ``load_state_dict`` and ``torch.distributed.checkpoint`` treat them like the optimiser's own
-    state. Loading restores them bit for bit; torch alone would round them to the dtype of ``p``.
+    For a parameter ``p``, the tensor is ``state[p][key]``, with the shape and sharding of ``p``.
+    The integers are ``state[p][f"{key}_{name}"]``, tensors without dimensions. ``state_dict()``,
+    ``load_state_dict()`` and ``torch.distributed.checkpoint`` therefore treat them like the state
+    of the optimiser itself. Loading restores them bit for bit, whereas torch alone would round them
+    to the dtype of ``p``.
 
-    Many optimisers initialise the state of a parameter if it is empty. So nothing is stored there
-    before the optimiser has taken a step with the parameter's gradient. Frozen parameters cost no
-    memory.
+    Many optimisers initialise the state of a parameter only if it is empty. Therefore nothing is
+    stored before the optimiser has taken a step with a gradient of the parameter. Frozen parameters
+    use no memory.
 
     Args:
-        optimizer: Any optimiser. Hooks for saving and loading are registered with it; the owner of
-            the companions calls :meth:`before_step` and :meth:`after_step`.
+        optimizer: Any optimiser. Hooks for saving and loading are registered with it. The caller
+            must call :meth:`before_step` and :meth:`after_step`.
         key: Name of the tensor in the state.
-        numbers: The integers with their initial values. Once a ``count`` among them is above zero,
-            adding parameters is an error.
-        dtype: Dtype of the tensors; complex parameters use the complex dtype of that precision.
-            Defaults to float32, or the dtype of the parameter if it is wider.
+        numbers: The integers with their initial values. If one is called ``count``, no parameters
+            can be added once it is above zero.
+        dtype: Dtype of the tensors. Complex parameters use the complex dtype of this precision.
+            Defaults to float32, or to the dtype of the parameter if it is wider.
     """
 
     def __init__(
@@ -46,8 +47,8 @@ class Companions:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.key, self.dtype = key, dtype
-        if any(isinstance(owner, Companions) and owner.key == key for owner in owners(optimizer)):
-            raise ValueError(f"optimizer must not have {key} weights already")
+        if any(isinstance(owner, StateTensors) and owner.key == key for owner in owners(optimizer)):
+            raise ValueError(f"optimizer must not have {key} weights already: attach one only")
         self.numbers, self._first_numbers = dict(numbers), dict(numbers)
         self.tensors: dict[Tensor, Tensor] = {}
         self.initialising = False
@@ -60,26 +61,26 @@ class Companions:
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Allocate tensors for new parameters; call it before every step."""
+        """Allocate tensors for new parameters. Call it before every step."""
         self.initialising = _is_initialising(optimizer)
         if self._waiting or self._num_groups != len(optimizer.param_groups):
             self.allocate(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Put new tensors into the state; call it after every step."""
+        """Store new tensors in the state. Call it after every step."""
         if self._unbound:
-            # A parameter without gradient has no state, and the optimiser has yet to create it.
+            # Not for parameters without a gradient, whose state the optimiser has not created yet.
             ready = [p for p in self._unbound if p.grad is not None or optimizer.state.get(p)]
             self._bind(optimizer, ready)
 
     def allocate(self, optimizer: Optimizer) -> None:
-        """Give every parameter that may be updated its tensor, a copy of its weights."""
+        """Allocate the tensor of every parameter that may be updated, as a copy of its weights."""
         if self._num_groups != len(optimizer.param_groups):
             self._collect(optimizer)
-        # A frozen parameter waits: it may be unfrozen later. A tensor with a gradient is updated by
-        # the optimiser even if it does not require one.
+        # Frozen parameters keep waiting, as they may be unfrozen later. A tensor with a gradient is
+        # updated by the optimiser even if it does not require one.
         for p in [p for p in self._waiting if p.requires_grad or p.grad is not None]:
-            # At least float32: averages of half-precision weights would stall by rounding.
+            # At least float32, because averages in half precision would stall by rounding.
             self.tensors[p] = p.detach().to(self._kind(p), copy=True)
             self._unbound.append(p)
             del self._waiting[p]
@@ -91,23 +92,23 @@ class Companions:
                 tensor.copy_(p)
 
     def write_numbers(self, optimizer: Optimizer, *names: str) -> None:
-        """Write integers into the state, all of them unless some are named."""
+        """Write the named integers into the state. Defaults to all of them."""
         written = [(f"{self.key}_{name}", self.numbers[name]) for name in names or self.numbers]
         for p in self.tensors:
             state = optimizer.state.get(p, {})
-            # Only where the tensor itself is: the optimiser creates the state of a parameter.
+            # Only where the tensor is stored already; see after_step().
             for name, value in written if self.key in state else ():
                 state[name].fill_(value)
 
     def adopt(self, optimizer: Optimizer, numbers: Mapping[str, int]) -> None:
-        """Continue with the tensors in the state of an optimiser that was copied."""
-        # Loading its own state runs the hooks below, which find the tensors.
+        """Continue with the tensors in the state of a copied optimiser."""
+        # Loading its own state runs the load hooks below, which find the tensors.
         optimizer.load_state_dict(optimizer.state_dict())
         self.numbers = dict(numbers)
         self.write_numbers(optimizer)
 
     def _collect(self, optimizer: Optimizer) -> None:
-        # A mean over iterates that began without the new parameters would not be their mean.
+        # The mean over the iterates so far does not include the new parameters.
         if self._num_groups and self.numbers.get("count"):
             raise ValueError(f"parameter groups were added after the {self.key} had begun")
         self._waiting |= {p: None for p in parameters(optimizer) if p not in self.tensors}
@@ -126,10 +127,10 @@ class Companions:
         return self.dtype.to_complex() if p.is_complex() else self.dtype
 
     def _before_load(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        """Take the companions out of a state that torch is about to load and to cast."""
+        """Remove the tensors from a state that torch is about to load and to cast."""
         keys = (self.key, *(f"{self.key}_{name}" for name in self.numbers))
         places = dict(_pairs(optimizer, state_dict))
-        # torch casts state to the dtype of its parameter, which would round a float32 average.
+        # torch would cast them to the dtype of the parameter, which would round an average.
         self._loaded, state = {}, dict(state_dict["state"])
         for place, entry in state_dict["state"].items():
             if isinstance(entry, dict) and self.key in entry:
@@ -158,7 +159,7 @@ def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
 
 
 def owners(optimizer: Optimizer) -> Iterator[object]:
-    """Yield the objects with hooks on the loading of an optimiser, or of those that it wraps."""
+    """Yield the objects that have hooks on the loading of an optimiser or of its inner ones."""
     inner: Any = optimizer
     while isinstance(inner, Optimizer):
         hooks = (
@@ -171,13 +172,13 @@ def owners(optimizer: Optimizer) -> Iterator[object]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor on this process as real numbers, in the same memory."""
+    """Return a real view of the part of a tensor on this process."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return torch.view_as_real(part) if part.is_complex() else part
 
 
 def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, tuple[str, Tensor]]]:
-    """Yield the keys of a state to load, with the names and parameters they belong to."""
+    """Yield the keys of a state to load, each with the name and the parameter it belongs to."""
     here, there = listed(optimizer.param_groups), listed(state_dict["param_groups"])
     for index, ((name, p), (saved, place)) in enumerate(zip(here, there, strict=False)):
         if name is not None and saved is not None and _bare(name) != _bare(saved):
@@ -194,7 +195,7 @@ def _bare(name: str) -> str:
 
 
 def listed(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:
-    """Return the names (``None`` if there are none) and the parameters of all groups."""
+    """Return the names (or ``None``) and the parameters of all groups, in order."""
     params = chain.from_iterable(group["params"] for group in groups)
     names = chain.from_iterable(
         group.get("param_names", [None] * len(group["params"])) for group in groups
@@ -203,13 +204,13 @@ def listed(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:
 
 
 def _is_initialising(optimizer: Optimizer) -> bool:
-    """Return whether a step only initialises the state, for torch.distributed.checkpoint."""
-    # It takes a step with learning rate 0 and zero gradients, which must not count.
+    """Return whether a step only initialises the state, as torch.distributed.checkpoint does."""
+    # It takes a step with learning rate 0 and zero gradients. This step must not be counted.
     if optimizer.state or not all(bool(g.get("lr", 1) == 0) for g in optimizer.param_groups):
         return False
     grads = [p.grad for p in parameters(optimizer) if p.grad is not None]
     entries: list[Any] = [grad.any() for grad in grads]
-    # Of a sharded gradient, over all processes.
+    # A sharded gradient is zero only if it is zero in all processes.
     return bool(grads) and not any(
         bool(entry.full_tensor() if hasattr(entry, "full_tensor") else entry) for entry in entries
     )

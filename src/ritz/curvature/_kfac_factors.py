@@ -1,9 +1,10 @@
-r"""Second moments of the inputs and output derivatives of layers: the factors of K-FAC.
+r"""The factors of K-FAC: second moments of the inputs and of the output derivatives of a layer.
 
-The gradient of a layer for a sample is :math:`\sum_t \delta_t a_t^\top` over positions :math:`t`.
-Its Kronecker factors are sums of :math:`a_t a_t^\top`, with a 1 appended to :math:`a` for the bias,
-and of :math:`\delta_t \delta_t^\top`. The inputs of a convolution are patches of its image. Several
-calls of a layer for one sample are positions too.
+The gradient of a layer for a sample is :math:`\sum_t \delta_t a_t^\top`, summed over positions
+:math:`t`. The Kronecker factors are the sums of :math:`a_t a_t^\top` and of
+:math:`\delta_t \delta_t^\top`. If the layer has a bias, a 1 is appended to :math:`a`. The inputs of
+a convolution are the patches of its image. If a layer is called several times for a sample, all
+positions of all calls count.
 
 Reference: Grosse and Martens (2016), section 3; Eschenhagen et al. (2023) for positions.
 """
@@ -18,23 +19,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ritz.curvature import _sample_gradients as rules
-from ritz.curvature._modes import LIMITS
-from ritz.curvature._sample_gradients import CONVOLUTIONS, Call
+from ritz.curvature import _module_gradients as rules
+from ritz.curvature._module_gradients import CONVOLUTIONS, Call
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """Sizes that decide how a factor is computed."""
 
-    # Rows of a product X X' from which only blocks on and above the diagonal are computed, in
-    # `strips` strips: 0.63 of the operations (benchmarks/kfac_steps.py --part factors). With fewer
-    # columns than `columns` copying the other half costs more than computing it.
+    # From this number of rows, X X' is computed in `strips` strips on and above the diagonal. This
+    # takes 0.63 of the operations (benchmarks/kfac_steps.py --part factors). With fewer columns
+    # than `columns`, copying the other half costs more than computing it.
     symmetric: int = 512
     columns: int = 128
     strips: int = 4
-    # Channels from which the patches of a convolution are not formed. Below it the products of
-    # shifted images are too small to be fast (benchmarks/kfac_steps.py --part factors).
+    # From this number of channels, the patches of a convolution are not formed. With fewer channels
+    # the products of shifted images are too small to be fast (same benchmark).
     channels: int = 12
 
 
@@ -42,7 +42,7 @@ TUNING = Tuning()
 
 
 def gram(x: Tensor) -> Tensor:
-    r"""Return :math:`X X^\top` for ``(..., n, m)``, using its symmetry if it is large."""
+    r"""Return :math:`X X^\top` for ``(..., n, m)``. Uses the symmetry of a large result."""
     n = x.shape[-2]
     if n < TUNING.symmetric or x.shape[-1] < TUNING.columns or x.ndim > 2:
         return x @ x.mT
@@ -52,19 +52,19 @@ def gram(x: Tensor) -> Tensor:
         rows = slice(start, start + size)
         strip = x[rows] @ x[start:].T
         product[rows, start:] = strip
-        # X X' is symmetric: the strip below the diagonal is known.
+        # X X' is symmetric, so the part below the diagonal is a copy.
         product[start:, rows] = strip.T
     return product
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer or a convolution with the forward of torch."""
+    """Return whether a module is a linear layer or a convolution whose ``forward`` is torch's."""
     kinds = (nn.Linear, *CONVOLUTIONS)
     return any(isinstance(module, kind) and _keeps_forward(module, kind) for kind in kinds)
 
 
 def is_affine(module: nn.Module) -> bool:
-    """Return whether a module scales and shifts each feature of one sample alone."""
+    """Return whether a module is a norm, which scales and shifts each feature separately."""
     kinds = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
     exact = any(isinstance(module, kind) and _keeps_forward(module, kind) for kind in kinds)
     return exact and not isinstance(module, nn.SyncBatchNorm)  # whose forward exchanges data
@@ -75,7 +75,7 @@ def _keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def num_positions(module: nn.Module, deltas: Tensor) -> int:
-    """Return the positions per sample of derivatives ``(c, batch, ...)`` in the outputs."""
+    """Return the number of positions per sample in derivatives ``(c, batch, ...)``."""
     rest = deltas.shape[3:] if isinstance(module, CONVOLUTIONS) else deltas.shape[2:-1]
     return math.prod(rest)
 
@@ -85,7 +85,7 @@ def num_positions(module: nn.Module, deltas: Tensor) -> int:
 
 
 def moment(rows: Tensor, *, diagonal: bool = False) -> Tensor:
-    """Return the sum of products of columns ``(..., n, m)``, ``(..., n, n)``, or its diagonal."""
+    r"""Return :math:`X X^\top` for ``(..., n, m)``, or its diagonal alone."""
     return rows.square().sum(-1) if diagonal else gram(rows)
 
 
@@ -109,15 +109,15 @@ def input_moment(
         return x.new_full((*lead, *(1,) * (2 - diagonal)), float(_num_rows(module, x)))
     if not isinstance(module, CONVOLUTIONS):
         return moment(input_columns(x, keys), diagonal=diagonal)
-    if not diagonal and _correlates(module):
+    if not diagonal and _can_correlate(module):
         product, sums = _correlations(module, x)
     else:
         product, sums = _from_patches(module, x, diagonal=diagonal)
-    return _bordered(product, sums, _num_rows(module, x), diagonal) if bias else product
+    return _append_ones(product, sums, _num_rows(module, x), diagonal) if bias else product
 
 
 def input_columns(x: Tensor, keys: tuple[str, ...]) -> Tensor:
-    """Return the inputs of a linear layer as columns ``(i, m)``, with the constant of the bias."""
+    """Return the inputs of a linear layer as columns ``(i, m)``, with ones for the bias."""
     rows = x.reshape(-1, x.shape[-1]).T
     parts = [rows] * ("weight" in keys) + [rows.new_ones(1, rows.shape[-1])] * ("bias" in keys)
     return torch.cat(parts)
@@ -125,7 +125,7 @@ def input_columns(x: Tensor, keys: tuple[str, ...]) -> Tensor:
 
 def _output_shape(module: Any, x: Tensor) -> tuple[int, ...]:
     pads = module._reversed_padding_repeated_twice
-    # torch lists the padding from the last axis to the first, two numbers each.
+    # torch stores two numbers per axis, from the last axis to the first.
     both = [pads[2 * i] + pads[2 * i + 1] for i in reversed(range(len(module.kernel_size)))]
     return tuple(
         (size + pad - gap * (width - 1) - 1) // step + 1
@@ -142,12 +142,12 @@ def _num_rows(module: Any, x: Tensor) -> int:
 
 
 def _from_patches(module: Any, x: Tensor, *, diagonal: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the sums of products and of inputs over all positions, by patches."""
+    r"""Return the sums of :math:`a a^\top` and of :math:`a` over all positions, from patches."""
     width, groups = module.weight[0].numel(), module.groups
     sums = x.new_zeros(groups, width)
     product = sums.clone() if diagonal else x.new_zeros(groups, width, width)
     per_sample = groups * width * math.prod(_output_shape(module, x))
-    for part in x.split(max(1, LIMITS.derivatives // max(1, per_sample))):
+    for part in x.split(max(1, rules.TUNING.derivatives // max(1, per_sample))):
         # (batch, groups, i, T) -> (groups, i, batch * T)
         rows = rules.patches(module, part).permute(1, 2, 0, 3).flatten(2)
         product += moment(rows[0] if groups == 1 else rows, diagonal=diagonal)
@@ -155,8 +155,8 @@ def _from_patches(module: Any, x: Tensor, *, diagonal: bool = False) -> tuple[Te
     return (product[0], sums[0]) if groups == 1 else (product, sums)
 
 
-def _bordered(product: Tensor, sums: Tensor, count: int, diagonal: bool) -> Tensor:
-    """Return the moment of inputs with a 1 appended, or its diagonal."""
+def _append_ones(product: Tensor, sums: Tensor, count: int, diagonal: bool) -> Tensor:
+    """Return the second moment of inputs to which a 1 is appended, or its diagonal."""
     if diagonal:
         return torch.cat([product, torch.full_like(product[..., :1], count)], -1)
     n = product.shape[-1]
@@ -168,17 +168,17 @@ def _bordered(product: Tensor, sums: Tensor, count: int, diagonal: bool) -> Tens
 
 
 # ------------------------------------------------------------------------------------------
-# Convolutions with stride 1: the moment of patches from products of shifted images.
+# Convolutions with stride 1: the second moment of patches from products of shifted images.
 #
-# The block of offsets u and v of the kernel is A_uv = sum_t x[t + u] x[t + v]'. Offset u reads the
-# window [u, u + T) of the padded image. So A_uv depends only on the shift v - u, except at the ends
-# of the sum. A 3 x 3 kernel has 81 pairs of offsets but only 25 shifts, 13 up to transposition. For
-# each shift the image is cut into segments such that every window is a union of segments. Each
-# segment is computed once: 13 products of an image with itself and a few of single rows, instead
-# of 81.
+# The block for offsets u and v of the kernel is A_uv = sum_t x[t + u] x[t + v]'. Offset u reads the
+# window [u, u + T) of the padded image. Hence A_uv depends on the shift v - u alone, except for the
+# first and last terms of the sum. A 3 x 3 kernel has 81 pairs of offsets but only 25 shifts, and 13
+# up to transposition. For each shift, the image is cut into segments such that every window is a
+# union of segments, and the sum over each segment is computed once. This takes 13 products of whole
+# images and a few of single rows, instead of 81 products.
 
 
-def _correlates(module: Any) -> bool:
+def _can_correlate(module: Any) -> bool:
     plain = module.padding_mode == "zeros" or not any(module._reversed_padding_repeated_twice)
     few = module.groups == 1 and len(module.kernel_size) <= 2 and max(module.stride) == 1
     return (
@@ -188,7 +188,7 @@ def _correlates(module: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Windows of one axis of an image: its size, the offsets of the kernel, outputs, padding."""
+    """One axis of a convolution: size of the image, kernel offsets, number of outputs, padding."""
 
     size: int
     offsets: tuple[int, ...]
@@ -196,13 +196,13 @@ class _Axis:
     pad: int
 
     def pairs(self, shift: int) -> Iterator[tuple[int, int]]:
-        """Yield the numbers of pairs of offsets ``u`` and ``v`` with ``v - u = shift``."""
+        """Yield the indices of all pairs of offsets ``u`` and ``v`` with ``v - u = shift``."""
         for number, offset in enumerate(self.offsets):
             if offset + shift in self.offsets:
                 yield number, self.offsets.index(offset + shift)
 
     def window(self, number: int, shift: int) -> tuple[int, int]:
-        """Return where both pixels of a pair are in the image, for all outputs."""
+        """Return the range of pixels at ``u`` for which both pixels of a pair are in the image."""
         first = self.offsets[number] - self.pad
         low = max(0, -shift)
         high = max(low, min(self.size, self.size - shift))
@@ -210,7 +210,7 @@ class _Axis:
         return start, end
 
     def segments(self, shift: int) -> list[tuple[int, int]]:
-        """Return the parts of which the windows of all pairs are made up."""
+        """Return the segments: every window of a pair is a union of some of them."""
         cuts = sorted({end for u, _ in self.pairs(shift) for end in self.window(u, shift)})
         return list(pairwise(cuts))
 
@@ -219,7 +219,7 @@ class _Axis:
 
 
 def _correlations(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of products ``(i, i)`` and of inputs ``(i,)`` over patches."""
+    r"""Return the sums of :math:`a a^\top`, ``(i, i)``, and :math:`a`, ``(i,)``, over patches."""
     if len(module.kernel_size) == 1:
         x = x.unsqueeze(2)
     # (H, W, batch, C): whole rows of the image are contiguous.
@@ -230,13 +230,13 @@ def _correlations(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     moment = image.new_zeros(channels, num_rows, num_columns, channels, num_rows, num_columns)
     for dy in rows.shifts():
         for dx in columns.shifts():
-            # A_vu = A_uv': half of the shifts are enough.
+            # A_vu = A_uv', so half of the shifts are enough.
             if dy < 0 or (dy == 0 and dx < 0):
                 continue
             parts = _segment_products(image, rows, columns, dy, dx)
             for uy, vy in rows.pairs(dy):
                 for ux, vx in columns.pairs(dx):
-                    block = _covered(parts, rows.window(uy, dy), columns.window(ux, dx))
+                    block = _sum_inside(parts, rows.window(uy, dy), columns.window(ux, dx))
                     if block is not None:
                         moment[:, uy, ux, :, vy, vx] = block
                         moment[:, vy, vx, :, uy, ux] = block.T
@@ -269,7 +269,7 @@ _Products = dict[tuple[tuple[int, int], tuple[int, int]], Tensor]
 
 
 def _segment_products(image: Tensor, rows: _Axis, columns: _Axis, dy: int, dx: int) -> _Products:
-    """Return the sums of ``x[s] x[s + d]'`` over pixels, by segments of rows and columns."""
+    """Return the sum of ``x[s] x[s + d]'`` over the pixels of each segment."""
     channels = image.shape[-1]
     products = {}
     for top, bottom in rows.segments(dy):
@@ -283,7 +283,9 @@ def _segment_products(image: Tensor, rows: _Axis, columns: _Axis, dy: int, dx: i
     return products
 
 
-def _covered(products: _Products, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor | None:
+def _sum_inside(
+    products: _Products, rows: tuple[int, int], columns: tuple[int, int]
+) -> Tensor | None:
     """Return the sum over the segments inside a window, or ``None`` if there are none."""
     total: Tensor | None = None
     for ((top, bottom), (left, right)), product in products.items():
@@ -323,14 +325,14 @@ def output_moment(module: Any, deltas: Tensor, *, diagonal: bool = False) -> Ten
 
 
 # ------------------------------------------------------------------------------------------
-# Gradients of samples over all calls of a layer.
+# Inputs and derivatives of all calls of a layer.
 
 
-def joined(module: Any, calls: Sequence[tuple[Call, Tensor]]) -> tuple[Tensor, Tensor]:
+def join_calls(module: Any, calls: Sequence[tuple[Call, Tensor]]) -> tuple[Tensor, Tensor]:
     r"""Return the inputs ``(batch, groups, i, T)`` and derivatives ``(c, batch, groups, o, T)``.
 
-    The positions :math:`t` are those of all calls, and the gradient of a sample is
-    :math:`\sum_t \delta_t a_t^\top`. A bias appends the constant 1 to the inputs.
+    The positions :math:`t` of all calls are joined. The gradient of a sample is
+    :math:`\sum_t \delta_t a_t^\top`. If there is a bias, the constant 1 is appended to the inputs.
 
     Args:
         module: A linear layer or a convolution.
@@ -355,10 +357,10 @@ def joined(module: Any, calls: Sequence[tuple[Call, Tensor]]) -> tuple[Tensor, T
 def reduced_moments(
     a: Tensor, delta: Tensor, *, diagonal: tuple[bool, bool] = (False, False)
 ) -> tuple[Tensor, Tensor]:
-    r"""Return the moments of mean inputs and of summed derivatives: the reduce convention.
+    r"""Return the factors of the ``reduce`` setting: inputs averaged and derivatives summed.
 
     Args:
-        a: Inputs, see :func:`joined`.
+        a: Inputs, see :func:`join_calls`.
         delta: Derivatives.
         diagonal: Whether to return the diagonals alone, of inputs and of outputs.
     """
@@ -384,40 +386,40 @@ def projected_squares(
     With groups it is ``(groups, o, i)``.
 
     Args:
-        a: Inputs, see :func:`joined`.
+        a: Inputs, see :func:`join_calls`.
         delta: Derivatives.
-        inputs: The orthogonal matrix :math:`U_A`, as large as :func:`input_moment`; ``None`` for
+        inputs: The orthogonal matrix :math:`U_A` of the shape of :func:`input_moment`. ``None`` for
             the identity.
         outputs: The orthogonal matrix :math:`U_S`.
     """
     # U_S' (sum_t delta_t a_t') U_A = sum_t (U_S' delta_t) (U_A' a_t)'
-    squares = rules.weight_squares(_turned(a, inputs), _turned(delta, outputs))
+    squares = rules.weight_squares(_rotate(a, inputs), _rotate(delta, outputs))
     return squares[0] if len(squares) == 1 else squares
 
 
-def _turned(columns: Tensor, basis: Tensor | None) -> Tensor:
+def _rotate(columns: Tensor, basis: Tensor | None) -> Tensor:
     r"""Return :math:`U^\top x` of columns ``(..., groups, n, T)``."""
     if basis is None:
         return columns
     if basis.ndim > 2:
         return basis.mT @ columns
-    # One product for all samples, instead of one with every sample.
+    # One product for all samples, instead of one per sample.
     rows = columns.mT
     return (rows.reshape(-1, len(basis)) @ basis).view(rows.shape).mT
 
 
 # ------------------------------------------------------------------------------------------
-# Embeddings: linear layers on one-hot inputs, whose moment is diagonal.
+# Embeddings: linear layers with one-hot inputs, so that the factor of the inputs is diagonal.
 
 
 def is_table(module: nn.Module) -> bool:
-    """Return whether a module is an embedding whose gradient is that of a linear layer."""
+    """Return whether a module is an embedding with ordinary gradients."""
     kind = isinstance(module, nn.Embedding) and _keeps_forward(module, nn.Embedding)
     return kind and not (module.scale_grad_by_freq or module.sparse)
 
 
 def token_counts(module: nn.Embedding, ids: Tensor) -> Tensor:
-    """Return how often each row is used, ``(rows,)``, without the padding."""
+    """Return how often each row of the table is used, ``(rows,)``, with zero for the padding."""
     counts = torch.bincount(ids.flatten(), minlength=module.num_embeddings)
     if module.padding_idx is not None:
         counts[module.padding_idx] = 0
@@ -425,18 +427,18 @@ def token_counts(module: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def token_deltas(module: nn.Embedding, ids: Tensor, deltas: Tensor) -> Tensor:
-    """Return derivatives that are zero where the padding is, whose row has no gradient."""
+    """Set derivatives to zero at padding positions, as the padding row has no gradient."""
     if module.padding_idx is None:
         return deltas
     return deltas * (ids != module.padding_idx).unsqueeze(-1).to(deltas.dtype)
 
 
 # ------------------------------------------------------------------------------------------
-# Norms: y = w z + b with the normalised input z, feature by feature.
+# Norms: y = w z + b for each feature, with the normalised input z.
 
 
 def affine_gradients(module: Any, x: Tensor, delta: Tensor, keys: tuple[str, ...]) -> Tensor:
-    """Return the gradients of samples in weight and bias, ``(batch, features, len(keys))``.
+    """Return the per-sample gradients in weight and bias, ``(batch, features, len(keys))``.
 
     Args:
         module: A norm; see :func:`is_affine`.
@@ -460,7 +462,7 @@ def _normalized(module: Any, x: Tensor) -> Tensor:
         return functional.rms_norm(x, module.normalized_shape, eps=module.eps)
     if isinstance(module, nn.GroupNorm):
         return functional.group_norm(x, module.num_groups, eps=module.eps)
-    # Without running statistics torch computes those of the batch, and updates none.
+    # Without running statistics torch uses those of the batch. No running statistics are updated.
     own = module.training or module.running_mean is None
     mean, variance = (None, None) if own else (module.running_mean, module.running_var)
     return functional.batch_norm(x, mean, variance, training=own, eps=module.eps)

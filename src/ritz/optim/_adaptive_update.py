@@ -1,4 +1,4 @@
-"""The adaptive update of lists of tensors, in place: eager, foreach or compiled."""
+"""The formula of an adaptive step, applied in place to lists of tensors: eager or compiled."""
 
 import math
 import warnings
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, _default_to_fused_or_foreach
 
-from ritz.optim._companions import local
+from ritz.optim._state import local
 
 Form: TypeAlias = Literal["inside", "outside", "published"]
 Number: TypeAlias = float | Tensor
@@ -21,12 +21,12 @@ Numbers: TypeAlias = "list[Scalars]"
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Sizes of the work of a step."""
+    """Sizes of chunks, and number of compiled graphs."""
 
-    # Elements of a chunk on the CPU, per thread. Smaller chunks stay nearer to the processor, but
-    # below this size the calls cost more than they save.
+    # Elements of a chunk on the CPU, per thread. Smaller chunks stay in the cache, but below this
+    # size the overhead of the calls is larger than the gain.
     grain: int = 2**17
-    # Graphs of one optimiser and group: torch compiles no function more often.
+    # Largest number of graphs of an optimiser and group. It is the recompile limit of torch.
     max_graphs: int = 8
 
 
@@ -35,23 +35,23 @@ TUNING = Tuning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    r"""One adaptive update, apart from its learning rate.
+    r"""All settings of an adaptive update except its learning rate.
 
-    With :math:`\hat m = m / (1 - \beta_1^t)` and :math:`\hat v = v / (1 - \beta_2^t)` the corrected
-    moments, a step subtracts the learning rate times
+    Let :math:`\hat m = m / (1 - \beta_1^t)` and :math:`\hat v = v / (1 - \beta_2^t)` be the
+    corrected moments. A step subtracts the learning rate times
 
     .. math::
         \text{inside: } \frac{\hat m}{(\hat v + \epsilon)^p}, \quad
         \text{outside (p = 1/2): } \frac{\hat m}{\sqrt{\hat v} + \epsilon}, \quad
         \text{published: } \frac{\sqrt{1 - \beta_2^t}\; \hat m}{(\sqrt{v} + \epsilon)^{2p}}.
 
-    With ``amsgrad`` the second moment is the largest so far: of :math:`\hat v` inside the power, of
-    the raw :math:`v` in the other two.
+    With ``amsgrad`` the second moment is the largest one so far: of :math:`\hat v` for ``inside``,
+    and of the raw :math:`v` for the other two.
     """
 
     partial: float
     form: Form
-    # The rest are arguments of torch's Adam, too.
+    # The following are arguments of torch.optim.adam.adam too.
     beta1: float
     beta2: float
     eps: float
@@ -64,7 +64,7 @@ class Rule:
 
     @property
     def decays(self) -> bool:
-        """Whether the weights shrink by a factor; otherwise the gradient has the L2 term."""
+        """Whether weight decay multiplies the weights, instead of being added to the gradient."""
         return self.decoupled_weight_decay and self.weight_decay != 0
 
     @property
@@ -84,10 +84,10 @@ class Buffers(NamedTuple):
     steps: Any = ()  # not needed by move
 
     def local(self) -> "Buffers":
-        """Return real views, of sharded tensors on this process: the update is elementwise."""
+        """Return real views of complex tensors, and of sharded ones the part on this process."""
         if not any(p.is_complex() or hasattr(p, "to_local") for p in self.params):
             return self
-        # A gradient may still be a partial sum over processes where its parameter is whole.
+        # The gradient of a replicated parameter may still be a partial sum over processes.
         pairs: Any = zip(self.params, self.grads, strict=True)
         grads = [
             g.redistribute(placements=p.placements) if hasattr(g, "placements") else g
@@ -98,7 +98,7 @@ class Buffers(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """Numbers of one step of one parameter; see :func:`scalars`."""
+    """The numbers in the step of one parameter; see :func:`scalars`."""
 
     decay: Number
     rate: Number
@@ -107,12 +107,15 @@ class Scalars(NamedTuple):
 
 
 def scalars(step: Number, lr: Number, rule: Rule) -> Scalars:
-    """Return the numbers of a step, counted from one, so that :func:`move` needs few passes."""
+    """Return the numbers of a step, which is counted from one.
+
+    They are combined such that :func:`move` needs few passes over the tensors.
+    """
     if isinstance(step, Tensor):
-        step = step.double()  # in float32 a correction of 1e-3 would have lost four digits
+        step = step.double()  # in float32 a correction of 1e-3 would lose four digits
     correction1: Number = 1 - rule.beta1**step
     correction2: Number = 1 - rule.beta2**step
-    # m_hat = m / c1 goes into the rate.
+    # m_hat = m / c1: the correction is part of the rate.
     rate = -lr / correction1
     if rule.form == "published":
         rate = rate * correction2**0.5
@@ -124,7 +127,7 @@ def scalars(step: Number, lr: Number, rule: Rule) -> Scalars:
 
 
 def all_scalars(steps: list[Tensor], lr: Number, rule: Rule) -> list[Tensor]:
-    """Return the numbers of many steps as vectors, without waiting for a device."""
+    """Return the numbers of the steps of many parameters as vectors, without reading the device."""
     counts = torch.stack(steps).double()
     return [
         part.expand_as(counts) if isinstance(part, Tensor) else torch.full_like(counts, part)
@@ -133,16 +136,17 @@ def all_scalars(steps: list[Tensor], lr: Number, rule: Rule) -> list[Tensor]:
 
 
 def move(b: Buffers, numbers: Numbers, rule: Rule) -> None:
-    r"""Update parameters and moments, given the numbers of the step: the one formula of all.
+    r"""Update parameters and moments in place. All adaptive optimisers use this formula.
 
     .. math:: w \leftarrow (1 - \alpha\lambda)\, w - \alpha\, \hat m / (\hat v + \epsilon)^p
 
-    On CUDA each operation is one launch for the whole list, on the CPU a loop in C++.
+    Each operation is a single kernel launch for the whole list on CUDA, and a loop in C++ on the
+    CPU.
     """
     rates: Any = [number.rate for number in numbers]
     grads: Any = torch._foreach_neg(b.grads) if rule.maximize else b.grads
     if rule.decays:
-        # w <- (1 - lr lambda) w, one factor for all: in their own dtype it takes one launch.
+        # w <- (1 - lr lambda) w, with the factor in the dtype of w, so that it is one launch.
         decay: Any = numbers[0].decay
         decay = decay.to(b.params[0].dtype) if isinstance(decay, Tensor) else decay
         torch._foreach_mul_(b.params, decay)
@@ -163,7 +167,7 @@ def move(b: Buffers, numbers: Numbers, rule: Rule) -> None:
         moments = _saved(b.max_exp_avg_sqs, rule)
     # w <- w - lr m_hat (v_hat + eps)^-p, where rates are negative
     if rule.partial == 0:
-        # The power is one. Computing it would take as long as the rest of the step.
+        # (v_hat + eps)^0 = 1. Computing it would take as long as the rest of the step.
         one_rate = not isinstance(rates[0], Tensor) and len(set(rates)) == 1
         steps: Any = b.exp_avgs if one_rate else torch._foreach_mul(_saved(b.exp_avgs, rule), rates)
         torch._foreach_add_(b.params, steps, alpha=rates[0] if one_rate else 1)
@@ -177,13 +181,13 @@ def move(b: Buffers, numbers: Numbers, rule: Rule) -> None:
 
 
 def _saved(tensors: Any, rule: Rule) -> Any:
-    # Later operations write to these tensors, and the graph of the step needs them as they are.
+    # With ``differentiable``, autograd needs these values, but later operations overwrite them.
     return [tensor.clone() for tensor in tensors] if rule.differentiable else tensors
 
 
 def _scales(moments: Any, numbers: Numbers, rule: Rule) -> Any:
     """Return the inverse powers of the second moments."""
-    # An epsilon of 1e-8 is zero in float16, and 0/0 would follow.
+    # An epsilon of 1e-8 underflows to zero in float16, which would lead to 0/0.
     moments = [v.float() if v.dtype == torch.float16 else v for v in moments]
     power = rule.partial
     bases: Any
@@ -195,12 +199,13 @@ def _scales(moments: Any, numbers: Numbers, rule: Rule) -> Any:
         bases = torch._foreach_add(moments, shifts)
     if rule.differentiable:
         return torch._foreach_pow(bases, -power)
-    # Roots are several times cheaper than pow: four in a row at most.
+    # For powers 1/2, 1/4, 1/8 and 1/16: up to four roots are several times cheaper than pow.
     roots = -math.log2(power)
     if roots not in range(5):
         torch._foreach_pow_(bases, -power)
         return bases
-    # k inverse roots give the power (-1/2)^k. One takes 0.22 ns an element on the CPU, a root 0.35.
+    # k inverse roots give the power (-1/2)^k. On the CPU an inverse root takes 0.22 ns per element
+    # and a root 0.35 ns.
     for _ in range(int(roots)):
         torch._foreach_rsqrt_(bases)
     if roots % 2 == 0:
@@ -211,13 +216,13 @@ def _scales(moments: Any, numbers: Numbers, rule: Rule) -> Any:
 def update(buffers: Buffers, rule: Rule, lr: Number, foreach: bool | None = None) -> None:
     r"""Take one step of ``rule`` on every parameter, in place.
 
-    Memory beyond the state: as much as the largest parameter, with ``foreach`` as all of them.
+    Temporary memory: that of the largest parameter, or of all parameters with ``foreach``.
 
     Args:
-        buffers: Parameters, gradients and state; the gradients are not written to.
-        rule: The update, with epsilon inside the power or as published.
+        buffers: Parameters, gradients and state. The gradients are not modified.
+        rule: The settings, with form ``inside`` or ``published``.
         lr: Learning rate, a number or a tensor of one element.
-        foreach: Take all parameters through each operation together. Defaults to the better way on
+        foreach: Apply each operation to all parameters at once. Defaults to the faster choice for
             their device.
     """
     if isinstance(lr, Tensor) and not rule.tensor_numbers:
@@ -229,7 +234,7 @@ def update(buffers: Buffers, rule: Rule, lr: Number, foreach: bool | None = None
     if foreach is None:
         foreach = _default_to_fused_or_foreach(buffers.params, rule.differentiable)[1]
     buffers = buffers.local()
-    # One tensor for all on the CPU: a number would be wrapped anew for every step.
+    # A tensor on the CPU, because a number would be converted to a tensor for every step count.
     once = buffers.steps[0].is_cpu and not torch.compiler.is_compiling()
     torch._foreach_add_(buffers.steps, torch.tensor(1.0) if once else 1)
     groups = [buffers]
@@ -246,7 +251,7 @@ def update(buffers: Buffers, rule: Rule, lr: Number, foreach: bool | None = None
 
 
 def _numbers(steps: list[Tensor], lr: Number, rule: Rule) -> Numbers:
-    """Return the numbers of every parameter; those of the same step are computed once."""
+    """Return the numbers of every parameter. Equal step counts are computed once."""
     if rule.tensor_numbers:
         columns = [part.unbind() for part in all_scalars(steps, lr, rule)]
         return [Scalars(*row) for row in zip(*columns, strict=True)]
@@ -256,9 +261,10 @@ def _numbers(steps: list[Tensor], lr: Number, rule: Rule) -> Numbers:
 
 
 def _chunks(b: Buffers, numbers: Numbers, rule: Rule) -> Iterator[tuple[Buffers, Numbers]]:
-    """Yield parts of the buffers with their numbers, whose operations find them in the cache.
+    """Yield parts of the buffers with their numbers. On the CPU, each part fits into the cache.
 
-    On the CPU large parameters are cut and small ones are put together; elsewhere each is alone.
+    There, large parameters are split and small ones are combined. On other devices each parameter
+    is a part.
     """
     on_cpu = b.params[0].is_cpu and not rule.tensor_numbers
     size = TUNING.grain * torch.get_num_threads() if on_cpu else 1
@@ -286,27 +292,27 @@ def _pieces(row: Any, size: int) -> list[Any]:
 
 @final
 class CompiledStep:
-    """The same update as one compiled graph; a new learning rate does not compile it again.
+    """The update as one compiled graph. A new learning rate does not cause another compilation.
 
-    After ``TUNING.max_graphs`` different settings or sets of parameters, as of betas on a schedule,
-    further ones are updated without a graph.
+    After ``TUNING.max_graphs`` different settings or sets of parameters (such as scheduled betas),
+    other settings are updated without a graph.
     """
 
     def __init__(self) -> None:
-        # A code object of its own: graphs of other optimisers do not count against its limit.
+        # A separate code object, so that graphs of other optimisers do not count for its limit.
         code = FunctionType(_graph.__code__.replace(), _graph.__globals__)
         self._graph = torch.compile(code, dynamic=False, fullgraph=True)
         self._kinds: set[tuple[Any, ...]] = set()
         self._warned = False
 
     def __call__(self, buffers: Buffers, rule: Rule, lr: Number) -> None:
-        # Numbers of the rule are constants of the graph, so what the table holds is left out.
+        # The settings are constants of the graph, except the decay, which is in the table.
         fixed = replace(rule, weight_decay=1.0) if rule.decays else rule
         if not self._has_graph((fixed, *map(id, buffers.params))):
             update(buffers, rule, lr)
             return
         *lists, steps = buffers.local()
-        # The compiler takes double precision numbers without dimensions for constants.
+        # The compiler treats float64 tensors without dimensions as constants.
         flat = ([t.view(1) if t.ndim == 0 else t for t in tensors] for tensors in lists)
         self._graph(list(flat), _table(lists[0], steps, rule, lr), fixed)
         torch._foreach_add_(steps, 1)
@@ -327,7 +333,7 @@ class CompiledStep:
 
 
 def _table(params: list[Tensor], steps: list[Tensor], rule: Rule, lr: Number) -> Tensor:
-    """Return the numbers of the step to take, a row for each parameter."""
+    """Return the numbers of the next step as a tensor with one row per parameter."""
     wide = any(param.dtype == torch.float64 for param in params)
     dtype = torch.float64 if wide else torch.float32
     if rule.capturable:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ritz.curvature import Risk, fisher, ggn, hessian
-from ritz.curvature._linearize import Linearization, nbytes
+from ritz.curvature._tracing import Linearization, nbytes
 
 UNTRACED = pytest.mark.filterwarnings("ignore:.* cannot be traced")
 

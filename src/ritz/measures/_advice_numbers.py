@@ -1,4 +1,4 @@
-"""The numbers of an advice with their errors: edges, exponents, damping and ratios."""
+"""The numbers of ``advise`` with their errors: edges, exponents, damping, ratios and trials."""
 
 import math
 from collections.abc import Sequence
@@ -15,42 +15,42 @@ from ritz._core.propagation import propagate
 from ritz._core.results import Estimate, Status
 from ritz.curvature import Risk
 from ritz.measures._batch_prediction import BatchPrediction
-from ritz.measures._stability import (
+from ritz.measures._damping import curvature_ratio, least_damping
+from ritz.measures._groups import share_of_variance
+from ritz.measures._learning_rates import (
     ADAPTIVE,
+    MakeOptimizer,
     OptimizerName,
     additive_change,
     additive_exponent,
-    curvature_ratio,
-    least_damping,
     multiplicative_change,
     multiplicative_exponent,
     noise_weight,
-    share_of_variance,
     stable_rate,
+    trainable_rate,
 )
-from ritz.measures._trials import MakeOptimizer, trainable_rate
 
-# The recommended learning rate is the edge of a batch whose largest eigenvalue is this many
-# standard deviations above the mean. If the eigenvalue is normal, 2.3 % of the batches exceed it.
+# The recommended learning rate is the edge for a batch whose largest eigenvalue is this many
+# standard deviations above the mean. 2.3 % of the batches exceed it if the eigenvalue is normal.
 SIGMAS = 2.0
 
 
 def unknown(shape: tuple[int, ...], reason: str) -> Estimate:
-    """Return NaN as an estimate whose status has the reason."""
+    """Return NaN as an estimate whose status gives the reason."""
     status = Status(outcome="uncertain", message=reason)
     nan = torch.full(shape, math.nan, dtype=torch.float64)
     return Estimate.exact(nan, method="not known", truncation=math.inf, status=status)
 
 
 @final
-class Figures:
+class AdviceNumbers:
     """Learning rates, exponents and damping of one optimiser, from the predicted curvature.
 
     Args:
         prediction: The predicted curvature.
         outliers: Known positive eigenvalues of the matrix of all data, ``(k,)``.
         optimizer: Name of the optimiser.
-        momentum: Its momentum.
+        momentum: Momentum of the optimiser.
         known: Batch size and learning rate of an earlier training.
     """
 
@@ -72,8 +72,8 @@ class Figures:
         self.share = share_of_variance(self.sizes, self.num_samples)
 
     def shifted(self, top: Estimate, along: Estimate) -> Estimate:
-        """Return the largest eigenvalues of batches by noise along the leading eigenvector."""
-        # lambda' = lambda + V(phi) / (b lambda), where the mean of the bulk is nearly 0
+        """Return the largest eigenvalues of batches, shifted by the noise along the eigenvector."""
+        # lambda' = lambda + V(phi) / (b lambda), assuming that the mean of the bulk is nearly 0
         return propagate(
             lambda value, noise: value + noise * self.share / value,
             top,
@@ -85,14 +85,14 @@ class Figures:
         """Return the edge of local stability and the recommended learning rate.
 
         Args:
-            preconditioned: Largest eigenvalue of the preconditioned matrix and the variance along
-                it, for an adaptive method whose divisors are known.
+            preconditioned: Largest eigenvalue of the preconditioned matrix, and the variance along
+                its eigenvector. ``None`` if the divisors of the optimiser are not known.
         """
         if self.optimizer == "adam" and preconditioned is None:
             reason = "the divisors of Adam are not known: pass its optimiser as state="
             return unknown(tuple(self.sizes.shape), reason), self._root_rule()
-        value, spread, full = self._seen(preconditioned)
-        # Models without a spread recommend the edge itself.
+        value, spread, full = self._effective_curvature(preconditioned)
+        # If the spread is not known, recommend the edge itself.
         known = spread.mean.isfinite()
         zero = torch.zeros_like(spread.mean)
         spread = replace(
@@ -101,7 +101,7 @@ class Figures:
             stderr=torch.where(known, spread.stderr, zero),
             truncation=torch.where(known, spread.truncation, zero),
         )
-        # c / (lambda'_1 + 2 sd) in place of c / lambda'_1, the edge at the mean batch
+        # c / (lambda'_1 + 2 sd) instead of the edge c / lambda'_1 of the mean
         rate = propagate(
             lambda value, deviation, full: (
                 self._edge(value, full) * value / (value + SIGMAS * deviation)
@@ -116,18 +116,21 @@ class Figures:
     def _edge(self, value: Tensor, full: Tensor) -> Tensor:
         return self.stable(value, full=full)
 
-    def _seen(
+    def _effective_curvature(
         self, preconditioned: tuple[Estimate, Estimate] | None
     ) -> tuple[Estimate, Estimate, Estimate]:
-        """Return the preconditioned curvature of batches, its spread, and that of all data."""
+        """Return the curvature of batches that the optimiser steps on, its spread, and that of all.
+
+        This is the preconditioned curvature for Adam and K-FAC.
+        """
         best, top = self.prediction.best, self.prediction.lambda_max
         if preconditioned is not None:
             value = self.shifted(*preconditioned)
-            # The preconditioned curvature varies between batches by the same fraction.
+            # Assume that the preconditioned curvature has the same relative spread.
             scaled = partial(propagate, lambda s, v, new: s / v * new)
             spread = scaled(best.spread, best.value, value, method="same relative spread")
             return value, spread, preconditioned[0]
-        if self.optimizer == "kfac":  # it preconditions with the curvature of all data
+        if self.optimizer == "kfac":  # K-FAC preconditions with the curvature of all data
             value = propagate(torch.div, best.value, top, method="lambda'_1(B) / lambda_1")
             spread = propagate(torch.div, best.spread, top, method="spread / lambda_1")
             return value, spread, Estimate.exact(1.0, method="lambda_1 / lambda_1")
@@ -140,7 +143,7 @@ class Figures:
         return Estimate.exact(rate * (self.sizes / size).sqrt(), method=how)
 
     def fields(self) -> dict[str, Estimate]:
-        """Return the numbers that do not depend on divisors or trials, by their names."""
+        """Return the numbers that depend neither on divisors nor on trials, by name."""
         exponent, additive, multiplicative = self.exponents()
         damping, papers = self.dampings()
         return {
@@ -154,7 +157,7 @@ class Figures:
         }
 
     def exponents(self) -> tuple[Estimate, Estimate, Estimate]:
-        """Return the exponents of the scaling rule, predicted and by the papers' models."""
+        """Return the exponent of the predicted edge, and those of the papers' two models."""
         p = self.prediction
         common: Any = {"batch_sizes": self.sizes, "num_samples": self.num_samples}
         multiplicative = unknown(tuple(self.sizes.shape), "the mean of the bulk is not positive")
@@ -182,13 +185,13 @@ class Figures:
         )
 
     def exponent(self) -> Estimate:
-        """Return the exponent of the growth of the edge from each batch size to the next.
+        """Return the exponent with which the edge grows from each batch size to the next.
 
-        For the largest size it is the local exponent of the directional model. This model is of
-        second order, and overestimates the noise of small batches.
+        For the largest size, return the local exponent of the directional model. Elsewhere this
+        model is not used: it is of second order and overestimates the noise of small batches.
         """
         p, n = self.prediction, self.num_samples
-        # Central differences give the local exponent to 1e-10. Batches have at most N samples.
+        # A difference over this step gives the local exponent to 1e-10. It must end at N samples.
         step = 1e-5
         high = min(step, math.log(n / float(self.sizes[-1])))
         near = self.sizes[-1] * torch.tensor([high - 2 * step, high], dtype=torch.float64).exp()
@@ -205,32 +208,32 @@ class Figures:
         return propagate(slopes, *parts, method="predicted edges of this and the next batch size")
 
     def changes(self) -> Estimate:
-        """Return the batch sizes at which the scaling rule changes, of three models."""
+        """Return the batch sizes at which the scaling rule changes, in each of three models."""
         p = self.prediction
         at = partial(additive_change, num_samples=self.num_samples)
 
-        # x(B) = V / (b lambda^2) = 1 under additive noise; B = P / theta under sampling
-        def both(value: Tensor, along: Tensor, variance: Tensor, bulk: Tensor) -> Tensor:
+        # Additive noise: x(B) = V / (b lambda^2) = 1. Multiplicative noise: B = P / theta.
+        def three(value: Tensor, along: Tensor, variance: Tensor, bulk: Tensor) -> Tensor:
             third = multiplicative_change(value, bulk, num_parameters=self.num_parameters)
             nan = torch.full_like(third, math.nan)
             third = torch.where((bulk > 0) & (bulk < value), third, nan)
-            # With momentum noise has the weight w, and halves the edge where w x = 1.
+            # Momentum gives the noise the weight w. It then halves the edge where w x = 1.
             return torch.stack([at(value, self.weight * along), at(value, variance), third])
 
         parts = (p.lambda_max, p.along, p.variance, p.bulk)
-        return propagate(both, *parts, method="directional, additive, multiplicative")
+        return propagate(three, *parts, method="directional, additive, multiplicative")
 
     def dampings(self) -> tuple[Estimate, Estimate]:
-        """Return the least damping per unit of learning rate, and that of the papers."""
+        """Return the least damping per unit of learning rate, from ritz and from the papers."""
         p = self.prediction
 
         # delta / alpha = 1/2 lambda min(1, V / (b lambda^2)) = 1/2 min(lambda, V / (b lambda))
         def leading(value: Tensor, along: Tensor) -> Tensor:
             return 0.5 * torch.minimum(value.expand(len(self.share)), along * self.share / value)
 
-        # The same with v = P sigma^2 / b for every outlier, of which the worst counts
+        # The papers use v = P sigma^2 / b for every outlier, and the largest result.
         def papers(variance: Tensor) -> Tensor:
-            # An error bar may reach below zero.
+            # Error bars of the variance may extend below zero.
             noise = variance.clamp(min=0.0)
             parts = [least_damping(self.outliers, variance=noise * x) for x in self.share]
             return torch.stack(parts)
@@ -239,7 +242,8 @@ class Figures:
             missing = unknown(tuple(self.sizes.shape), "no eigenvalue is positive")
             return missing, missing
         if self.optimizer in ADAPTIVE:
-            # With a divisor of about delta, they are heavy ball with the rate alpha / delta.
+            # With a divisor of about delta, both are heavy-ball momentum with the learning rate
+            # alpha / delta.
             least = propagate(
                 lambda value, full: self._edge(value, full).reciprocal(),
                 p.best.value,
@@ -265,7 +269,7 @@ class Figures:
         )
 
 
-def trials(
+def trainable_rates(
     risk: Risk,
     make: MakeOptimizer,
     sizes: Sequence[int],
@@ -274,8 +278,8 @@ def trials(
     generator: torch.Generator,
     progress: bool | Progress,
 ) -> Estimate:
-    """Return the largest learning rates of short trainings, for all batch sizes."""
-    # Bisection starts at the edge, which is within a small factor of the result.
+    """Return :func:`trainable_rate` for all batch sizes, as one estimate ``(S,)``."""
+    # Start at the edge, which is within a small factor of the result.
     starts = torch.where(torch.isfinite(edge.mean), edge.mean, rate.mean).tolist()
     limits = [
         trainable_rate(

@@ -1,11 +1,11 @@
-"""Eigenvalues of a graph below a gap, counted in a block that a polynomial has filtered.
+"""Block Krylov count of the eigenvalues below a gap, in a block filtered by a polynomial.
 
-A random block with more columns than there are eigenvalues below the gap is multiplied by a
+Take a random block with more columns than there are eigenvalues below the gap, and multiply it by a
 polynomial of the normalised Laplacian L that is small above the gap. Its span then contains the
-eigenvectors below the gap. By Courant and Fischer the i-th Ritz value is at least the i-th
-eigenvalue, so the number of Ritz values below a threshold is a lower bound of the number of
-eigenvalues. New random probes, projected onto the orthogonal complement of the Ritz vectors, then
-estimate how many eigenvalues the block has missed.
+eigenvectors below the gap. By Courant and Fischer, the i-th Ritz value is at least the i-th
+eigenvalue, so the number of Ritz values below a threshold is a lower bound on the number of
+eigenvalues. Further random probes, projected onto the orthogonal complement of the Ritz vectors,
+estimate how many eigenvalues the block missed.
 """
 
 import math
@@ -63,7 +63,7 @@ class Below:
         mean: Mean of these eigenvalues.
         gap: The gap between Ritz values.
         missed: Estimated number of eigenvalues below the gap that the block has missed.
-        full: Whether all columns were needed, so that more columns may find more eigenvalues.
+        full: Whether all columns were used, so that more columns may find more eigenvalues.
         num_products: Number of matrix-vector products.
         above: Ritz values above the gap, up to the end of the stretch.
     """
@@ -92,8 +92,8 @@ def count_below(
     Args:
         op: The normalised Laplacian, ``(n, n)``.
         null: Its null space.
-        gap: A stretch. The filter amplifies eigenvectors below it, and damps those above.
-        width: Number of columns of the block. Memory: as many vectors and 128 more.
+        gap: A stretch. The filter amplifies eigenvectors below it and damps those above it.
+        width: Number of columns of the block. Memory: as many vectors, and 128 more.
         generator: Source of randomness.
         bar: Receives the number of filtered columns.
         pick: Function that chooses the gap between Ritz values. Defaults to the widest one.
@@ -111,11 +111,11 @@ def count_below(
     below = values < near.threshold
     coefficients = coefficients[:, below].to(block)
     fresh = null.project_off(_gaussian(op, TUNING.num_checks, generator))
-    # z - Q Q' z with Q = block @ coefficients, twice, as in Gram-Schmidt.
+    # z - Q Q' z with Q = block @ coefficients, twice as in Gram-Schmidt, to reach roundoff.
     for _ in range(2):
         fresh -= block @ (coefficients @ (coefficients.T @ (block.T @ fresh)))
     check_degree = filter_degree(near, op.shape[0])
-    # The filter is at least 1 below the gap, so E ||p(L) z||^2 is at least the number missed.
+    # Below the gap the filter is at least 1, so E ||p(L) z||^2 is at least the number missed.
     left = polynomial(op, fresh, near, check_degree).double().square().sum(0)
     count = null.dimension + int(below.sum())
     return Below(
@@ -147,8 +147,8 @@ def all_below(
 
 
 def filter_degree(gap: Gap, n: int) -> int:
-    """Return the degree at which filtered random vectors are nearly free of eigenvectors above."""
-    # cosh(k growth) = strength sqrt(n): the part above has a norm of about sqrt(n) at most.
+    """Return the degree of a filter that nearly removes the eigenvectors above a gap."""
+    # cosh(k growth) = strength sqrt(n), because the part above has a norm of at most about sqrt(n).
     return math.ceil(math.acosh(TUNING.strength * math.sqrt(n)) / _growth(gap))
 
 
@@ -192,11 +192,10 @@ def _rayleigh_ritz(op: LinearOperator, block: Tensor) -> tuple[Tensor, Tensor]:
         # B' B and B' L B are symmetric: compute the entries on and below the diagonal.
         gram[first:, part] = _inner(block[:, first:], block[:, part])
         projected[first:, part] = _inner(block[:, first:], product)
-    # Scale columns to length one, because the lengths of filtered columns differ by orders of
-    # magnitude.
+    # Scale columns to length one. The lengths of filtered columns differ by orders of magnitude.
     scale = gram.diagonal().clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
     sizes, directions = torch.linalg.eigh(gram * scale[:, None] * scale)  # reads the lower half
-    # Directions below the rounding error of the block are noise.
+    # Directions below the roundoff of the block are noise.
     real = sizes > 10 * math.sqrt(k) * torch.finfo(block.dtype).eps * float(sizes[-1])
     basis = scale[:, None] * directions[:, real] * sizes[real].rsqrt()
     lower = projected.tril()
@@ -205,7 +204,7 @@ def _rayleigh_ritz(op: LinearOperator, block: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
-    # Add up blocks in float64: long sums in float32 are not accurate enough for the eigenvalues.
+    # Sum blocks in float64, because long sums in float32 are not accurate enough for eigenvalues.
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64)
     for a, b in zip(left.split(TUNING.rows), right.split(TUNING.rows), strict=True):
         total += (a.T @ b).double().cpu()

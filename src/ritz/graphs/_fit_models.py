@@ -1,4 +1,4 @@
-"""The random graph models of ``fit``, as families with at most one parameter to search."""
+"""The random graph models that ``fit`` tries, as families with at most one parameter to search."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -35,16 +35,16 @@ Spacing = Literal["even", "square", "ratio", "whole"]
 class Tuning:
     """Sizes of the search of ``fit``.
 
-    With them the parameters of the drawn graphs of ``tests/graphs/test_fitting.py`` lie within the
-    fitted intervals.
+    With these values, the parameters of the drawn graphs of ``tests/graphs/test_fitting.py`` lie
+    within the fitted intervals.
     """
 
-    # Edge densities from a quarter to four times that of the graph are searched. The nearest
-    # Erdős-Rényi and Barabási-Albert graphs have 1.3 times the degree of the karate club, and 1.75
-    # times that of a small world.
+    # Search edge densities from a quarter to four times that of the graph. The nearest Erdős-Rényi
+    # and Barabási-Albert graphs have 1.3 times the degree of the karate club, and 1.75 times that
+    # of a small world.
     reach: float = 4.0
-    # Number of values over the whole range, the same for each number of blocks, and between the
-    # neighbours of the best value.
+    # Number of values over the whole range; over the whole range for each number of blocks; and
+    # between the neighbours of the best value.
     num_values: int = 17
     block_values: int = 13
     fine_values: int = 9
@@ -52,25 +52,25 @@ class Tuning:
     # which shifts the minimum more.
     blocks: int = 3
     neighbors: int = 5
-    # Blocks have at least eight vertices, except that two blocks are always tried.
+    # Smallest block. Two blocks are tried even if they are smaller.
     smallest_block: int = 8
     most_blocks: int = 64
-    # The parabola at the minimum is fitted to five values, which averages their noise, if all are
-    # within a quarter of the range. Over a wider range it is fitted to three.
+    # The parabola at the minimum is fitted to five values, which averages their noise, if they all
+    # lie within a quarter of the range; otherwise to three.
     nearest: int = 5
     close: float = 0.25
-    # Factor by which the number of draws is larger at the minimum.
+    # At the minimum, this many times more graphs are drawn.
     final: int = 3
     # Up to this number of vertices moments are exact, which costs less than 64 probes. For larger
-    # graphs both sides of a comparison are sampled: with exact moments of the graph alone, three
-    # blocks of 150 are fitted as two.
+    # graphs both sides of a comparison are sampled. With exact moments of the graph alone, three
+    # blocks of 150 would be fitted as two.
     exact_nodes: int = 256
     # Limits of the default number of vertices of drawn graphs.
     fewest_nodes: int = 8
     most_nodes: int = 1000
-    # Maximum number of rounds of switching edges of the configuration model. Sparse graphs need 2
-    # to 5, the karate club 21, half of all pairs 37. With 90 % of all pairs, 1 % of the edges is
-    # erased.
+    # Maximum number of rounds in which the configuration model switches edges. Sparse graphs need 2
+    # to 5, the karate club 21, and a graph with half of all pairs 37. With 90 % of all pairs, 1 %
+    # of the edges are erased.
     rounds: int = 200
 
 
@@ -101,7 +101,7 @@ class Family:
 
     Attributes:
         model: Name of the model.
-        parameter: The parameter to search, empty if there is none.
+        parameter: Name of the parameter to search; empty if there is none.
         low: Smallest value.
         high: Largest value.
         spacing: Spacing of the values: ``even``, ``square`` (of evenly spaced roots), ``ratio``, or
@@ -109,7 +109,7 @@ class Family:
         draw: Function from a value and a generator to a graph.
         num_values: Number of values over the whole range.
         fixed: Other parameters.
-        whole: Name of an integer among these that :func:`siblings` searches; empty if none.
+        whole: Name of the integer in ``fixed`` that :func:`siblings` searches; empty if none.
     """
 
     model: Model
@@ -128,7 +128,7 @@ class Family:
         return round(self.fixed[self.whole]) if self.whole else 0
 
     def values(self, low: float, high: float, count: int) -> list[float]:
-        """Return ``count`` values from ``low`` to ``high``, ascending; possibly fewer integers."""
+        """Return ``count`` values from ``low`` to ``high``, ascending; integers may be fewer."""
         if not self.parameter:
             return [0.0]
         if self.spacing == "even":
@@ -141,13 +141,13 @@ class Family:
         return sorted(set(spaced.round().tolist())) if self.spacing == "whole" else spaced.tolist()
 
     def scaled(self, values: Tensor) -> Tensor:
-        """Return the variable in which values are evenly spaced."""
+        """Return the transformed values, which are evenly spaced."""
         if self.spacing == "square":
             return values.sqrt()
         return values if self.spacing == "even" else values.log()
 
     def unscaled(self, x: float) -> float:
-        """Return the value at which this variable is ``x``, clamped to the range."""
+        """Return the value whose transform is ``x``, clamped to the range."""
         plain = x if self.spacing == "even" else math.exp(x)
         return min(max(x * x if self.spacing == "square" else plain, self.low), self.high)
 
@@ -180,8 +180,9 @@ def families(model: Model, outline: Outline) -> list[Family]:
 def siblings(tried: Sequence[int], best: Family, outline: Outline) -> list[Family]:
     """Return the families to try next, whose integers are closer to the best so far.
 
-    For blocks, they are the geometric means of the best number and the next tried ones on either
-    side, beginning with half and twice the best. For neighbours they are the next even numbers.
+    For blocks, the new integers are the geometric means of the best one and the nearest tried ones
+    on either side, beginning with half and twice the best. For neighbours, they are the next even
+    numbers.
 
     Args:
         tried: Integers of the families that were tried.
@@ -196,7 +197,7 @@ def siblings(tried: Sequence[int], best: Family, outline: Outline) -> list[Famil
         return []
     below = max((one for one in tried if one < k), default=max(1, k // 4))
     above = min((one for one in tried if one > k), default=min(4 * k, _most_blocks(n) + 1))
-    # The geometric mean halves a ratio.
+    # A geometric mean halves the logarithm of the ratio.
     new = {min(max(round(math.sqrt(end * k)), below + 1), above - 1) for end in (below, above)}
     return [_blocks(one, n, outline.mean_degree) for one in sorted(new - {below, k, above})]
 
@@ -227,11 +228,11 @@ def _blocks(k: int, n: int, degree: float) -> Family:
         probabilities = torch.full((k, k), across, dtype=torch.float64).fill_diagonal_(inside)
         return stochastic_block_model(sizes, probabilities=probabilities, generator=generator)
 
-    # At least so many edges across that the blocks can have the others, at most as many as without
-    # blocks.
+    # There must be enough edges across that the rest fits inside of the blocks. There are at most
+    # as many as without blocks.
     low, high = max(0.0, 1 - (n / k - 1) / degree), 1 - 1 / k
-    # The eigenvalues of blocks are proportional to the mixing, and moments resolve angles, the
-    # roots of small eigenvalues. So evenly spaced mixings could miss a narrow minimum near zero.
+    # The eigenvalues of blocks are proportional to the mixing, but moments resolve angles, which
+    # are the roots of small eigenvalues. Evenly spaced mixings could miss a narrow minimum near 0.
     return Family(
         "stochastic_block_model",
         "mixing",
@@ -252,29 +253,29 @@ def _configuration(outline: Outline, value: float, generator: torch.Generator) -
         degrees = degrees[chosen].clamp_max(n - 1)
     if int(degrees.sum()) % 2:
         degrees = degrees.clone()
-        degrees[degrees.argmin()] += 1  # half-edges are paired
+        degrees[degrees.argmin()] += 1  # half-edges are paired, so their number must be even
     ends = _switched(stub_pairs(degrees, generator), n, generator)
     return graph_of(ends, n, f"configuration model, n = {n}")
 
 
 def _switched(ends: Tensor, n: int, generator: torch.Generator) -> Tensor:
-    """Return edges with the same degrees, in which loops and repeats were exchanged with others.
+    """Return edges with the same degrees, but without loops and repeats: their ends are switched.
 
-    Erasing loops and repeats would remove many edges of a dense graph. Those that remain after many
-    rounds, because no simple graph has these degrees, are erased when the graph is made.
+    Erasing loops and repeats would remove many edges of a dense graph. If no simple graph has these
+    degrees, some remain after the last round, and are erased when the graph is assembled.
     """
     for _ in range(TUNING.rounds):
         keys = pair_keys(ends[0], ends[1], n)
         bad = ((ends[0] == ends[1]) | ~first_of_equals(keys)).nonzero()[:, 0]
         if not len(bad):
             break
-        # (a, b), (c, d) become (a, d), (c, b), unless that is a loop or an edge that exists.
+        # (a, b), (c, d) become (a, d), (c, b), unless that gives a loop or an existing edge.
         partners = torch.randint(0, ends.shape[1], (len(bad),), generator=generator)
         new = torch.stack([ends[0, bad], ends[1, partners], ends[0, partners], ends[1, bad]])
         first, second = pair_keys(new[0], new[1], n), pair_keys(new[2], new[3], n)
         fine = (new[0] != new[1]) & (new[2] != new[3]) & (first != second)
         fine &= ~torch.isin(first, keys) & ~torch.isin(second, keys)
-        # Two exchanges at once must neither make the same edge nor take the same partner.
+        # Two switches in one round must not create the same edge or use the same partner.
         both = torch.cat([first, second])
         alone = first_of_equals(both) & first_of_equals(both.flip(0)).flip(0)
         fine &= alone[: len(bad)] & alone[len(bad) :] & first_of_equals(partners)

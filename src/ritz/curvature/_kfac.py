@@ -1,6 +1,5 @@
-"""Curvature layer by layer: block-diagonal matrices and Kronecker factors (K-FAC)."""
+"""`kfac`: Kronecker-factored curvature by layer, its blocks and their square roots."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -11,17 +10,17 @@ from ritz import operators
 from ritz._core.checks import check_choice, check_finite
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
-from ritz.curvature import _factors as factors
-from ritz.curvature import _matrices as matrices
-from ritz.curvature import _sample_gradients as rules
-from ritz.curvature._matrices import MATRICES, CurvatureMatrix, curvature_operator
-from ritz.curvature._modes import LIMITS, Selection, select_names
-from ritz.curvature._products import EngineName
-from ritz.curvature._risk import Risk, check_risk
-from ritz.curvature._sample_gradients import Call, ForwardPass, full_name, owners
-from ritz.curvature._structure import (
+from ritz.curvature import _kfac_factors as factors
+from ritz.curvature import _module_gradients as rules
+from ritz.curvature import _sample_gradients as sample_gradients
+from ritz.curvature._batches import batch_seeds
+from ritz.curvature._losses import as_likelihood
+from ritz.curvature._module_gradients import Call, full_name, owners
+from ritz.curvature._risk import Risk, require_outputs
+from ritz.curvature._sample_gradients import (
     Columns,
-    loss_column,
+    ForwardPass,
+    loss_columns,
     passes,
     root_columns,
     structure_plan,
@@ -29,61 +28,24 @@ from ritz.curvature._structure import (
 from ritz.operators import BlockDiagonalOperator, Exact, LinearOperator, exact
 from ritz.operators._shared import Quantity
 
-# ------------------------------------------------------------------------------------------
-# Blocks of layers.
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Size that decides how the block of a module is stored."""
+
+    # The block of a module without Kronecker factors is formed up to this number of parameters:
+    # 32 MB of doubles. For larger modules the diagonal of the block is used.
+    dense_block: int = 2048
 
 
-def block_diagonal(
-    risk: Risk,
-    *,
-    matrix: CurvatureMatrix = "hessian",
-    by: Sequence[Selection] | None = None,
-    engine: EngineName = "auto",
-    memory: int = 2 * 2**30,
-) -> BlockDiagonalOperator:
-    r"""Return the block-diagonal part :math:`\operatorname{diag}(A_{11}, \dots, A_{mm})` by layer.
-
-    Each block is the matrix of the risk as a function of the parameters of the block. A product
-    costs one product with each block.
-
-    Args:
-        risk: A :class:`Risk`.
-        matrix: ``hessian`` or ``ggn``.
-        by: The blocks, as regular expressions that match the beginning of names, lists of names or
-            functions of a name. Every parameter must belong to exactly one block, and blocks must
-            follow the order of ``risk.theta``. Defaults to one block per module with parameters.
-        engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
-        memory: Bytes for cached linearisations of all blocks.
-    """
-    check_risk(risk)
-    check_choice("matrix", matrix, MATRICES)
-    names = list(risk.space.shapes)
-    groups = [[full_name(module, key) for key in keys] for module, keys in owners(names).items()]
-    if by is not None:
-        groups = _groups(names, by)
-    return BlockDiagonalOperator(
-        [
-            curvature_operator(risk.on(group), matrix, engine=engine, memory=memory // len(groups))
-            for group in groups
-        ]
-    )
-
-
-def _groups(names: list[str], by: Sequence[Selection]) -> list[list[str]]:
-    if isinstance(by, str) or not isinstance(by, Sequence) or not by:
-        raise TypeError(f"by must be a list with one choice of parameters per block, got {by!r}")
-    groups = [select_names(names, choice) for choice in by]
-    taken = [name for group in groups for name in group]
-    if taken != names:
-        raise ValueError(f"by must take every parameter once, in the order {names}, got {taken}")
-    return groups
-
+TUNING = Tuning()
 
 # ------------------------------------------------------------------------------------------
 # Kronecker-factored curvature (K-FAC): the block of a layer as a product of two factors.
 #
 # The gradient of a linear layer for a sample is sum_t delta_t a_t', summed over positions t. If
-# inputs a and derivatives delta were independent of each other and at different positions,
+# the inputs a and the derivatives delta were independent of each other, and of those at other
+# positions, then
 #
 #     G_layer = E[sum_t delta_t delta_t'] (x) E[(1 / T) sum_t a_t a_t'],
 #
@@ -98,7 +60,7 @@ class KroneckerFactors:
     """The two factors of the block of a layer.
 
     Attributes:
-        inputs: Second moment of the inputs, ``(i, i)``. If the bias is chosen, the last input is
+        inputs: Second moment of the inputs, ``(i, i)``. If the bias is selected, the last input is
             the constant 1.
         outputs: Second moment of the derivatives in the outputs, ``(o, o)``.
     """
@@ -116,7 +78,7 @@ class LayerOperator(LinearOperator):
 
     Args:
         factors: :math:`A` and :math:`G`.
-        bias: The layer has a bias, whose input is the constant 1, the last of :math:`A`.
+        bias: Whether the layer has a bias. The last input in :math:`A` is then the constant 1.
         shift: The multiple :math:`\mu` of the identity. Defaults to 0.
     """
 
@@ -136,7 +98,7 @@ class LayerOperator(LinearOperator):
         return flatten_layer(joint, bias=self.bias)
 
     def _joint(self, block: Tensor) -> Tensor:
-        """Return a block ``(n, k)`` as ``(o, i, k)``."""
+        """Return a block ``(n, k)`` as matrices [W b], ``(o, i, k)``."""
         width, count = len(self.factors.outputs), block.shape[1]
         if not self.bias:
             return block.reshape(width, -1, count)
@@ -170,12 +132,12 @@ def kfac(
 ) -> BlockDiagonalOperator:
     r"""Return a Kronecker-factored Gauss-Newton or Fisher matrix, one block per module.
 
-    The blocks of linear layers and of convolutions without groups are :class:`LayerOperator`, whose
-    ``factors`` are the second moments :math:`A` of inputs and :math:`G` of derivatives in outputs.
-    Tokens and spatial positions are treated as samples (the ``expand`` setting of Eschenhagen et
-    al.). The blocks are exact for one sample without positions, and for deep linear networks with
-    squared error. Any other module has its exact block if it has up to 2048 parameters, and the
-    diagonal of the block otherwise.
+    The block of a linear layer, or of a convolution without groups, is a Kronecker product
+    :math:`G \otimes A`. Its ``factors`` are the second moments :math:`A` of the inputs and
+    :math:`G` of the derivatives in the outputs. Tokens and spatial positions are treated as samples
+    (the ``expand`` setting of Eschenhagen et al.). These blocks are exact for one sample without
+    positions, and for deep linear networks with squared error. Any other module has its exact block
+    if it has at most 2048 parameters, and the diagonal of this block otherwise.
 
     Args:
         risk: A :class:`Risk` of samples that do not depend on each other.
@@ -190,11 +152,13 @@ def kfac(
     Hennequin (2018) for linear networks.
     """
     check_choice("kind", kind, ("ggn", "monte_carlo", "empirical"))
-    matrices.require_outputs(risk, "kfac()")
+    require_outputs(risk, "kfac()")
     columns = _columns(risk, kind, generator)
     plan = structure_plan(risk, roots=kind == "ggn")
     if plan.gap:
-        raise ValueError(f"kfac() is not possible for this risk: {plan.gap}")
+        few = kind != "ggn" or plan.columns <= sample_gradients.TUNING.max_columns
+        advice = "" if few else ": use kind='monte_carlo', which takes one pass"
+        raise ValueError(f"kfac(kind={kind!r}) is not possible: {plan.gap}{advice}")
     layers = dict(risk.model.named_modules())
     blocks = {
         name: LayerSums(risk, name, keys, layers[name], alone=name in plan.modules)
@@ -204,8 +168,8 @@ def kfac(
         for done, (weight, full, parts) in enumerate(passes(risk, plan, columns), 1):
             if lost := sorted(set(plan.modules) - set(full.calls)):
                 raise ValueError(
-                    "kfac() needs one call of each module per batch, but this "
-                    f"does not hold for {lost}"
+                    f"kfac() needs exactly one call of each module per batch, but {lost} are not "
+                    "called once"
                 )
             for number, (derivatives, gradients) in enumerate(parts):
                 for name, deltas in derivatives.items():
@@ -220,8 +184,8 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator | None) -> C
     if kind == "ggn":
         return root_columns(risk)
     if kind == "empirical":
-        return lambda index, full: loss_column(risk, full)
-    known, seeds = matrices.likelihood(risk), matrices.batch_seeds(risk, generator)
+        return loss_columns(risk)
+    known, seeds = as_likelihood(risk.loss_fn), batch_seeds(risk.num_batches, generator)
 
     def columns(index: int, full: ForwardPass) -> Tensor:
         outputs = full.outputs.detach()
@@ -232,7 +196,7 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator | None) -> C
 
 
 class LayerSums:
-    """The sums for one module: two factors, a matrix, or a diagonal."""
+    """Sums over batches for the block of one module: two factors, a matrix, or a diagonal."""
 
     def __init__(
         self, risk: Risk, name: str, keys: tuple[str, ...], module: nn.Module, *, alone: bool
@@ -245,12 +209,12 @@ class LayerSums:
         self.factored = alone and linear and plain and getattr(module, "groups", 1) == 1
         zeros = risk.theta.new_zeros
         if self.factored:
-            # The weight is (o, ...). A bias alone is (o,) and has one input.
+            # The weight is (o, ...). A bias alone is (o,), and its only input is the constant 1.
             shape = risk.space.shapes[full_name(name, keys[0])]
             width = shape[1:].numel() + (len(keys) > 1)
             self.inputs, self.outputs = zeros(width, width), zeros(shape[0], shape[0])
         else:
-            self.total = zeros(*(self.size,) * (2 if self.size <= LIMITS.dense_block else 1))
+            self.total = zeros(*(self.size,) * (2 if self.size <= TUNING.dense_block else 1))
 
     def sums(self) -> tuple[Tensor, ...]:
         return (self.inputs, self.outputs) if self.factored else (self.total,)
@@ -266,7 +230,7 @@ class LayerSums:
                 self.add_gradients({self.names[key]: gradients[key] for key in self.keys}, weight)
 
     def add_gradients(self, gradients: dict[str, Tensor], weight: float) -> None:
-        # Gradients ``(c, batch, *shape)``, each as a row.
+        # Gradients (c, batch, *shape), flattened to one row each.
         parts = [gradients[name] for name in self.names.values()]
         rows = torch.cat([part.reshape(part.shape[:2].numel(), -1) for part in parts], 1)
         if self.total.ndim == 1:
@@ -275,7 +239,8 @@ class LayerSums:
             self.total.addmm_(rows.T, rows, alpha=weight)
 
     def _add_factors(self, call: Call, deltas: Tensor, weight: float, first: bool) -> None:
-        # 1 / T goes to either factor: their product is the same, but not if they are damped.
+        # The factor 1 / T belongs to the outputs of a convolution and to the inputs of a linear
+        # layer. The choice matters only if the factors are damped.
         positions = factors.num_positions(self.module, deltas)
         convolves = isinstance(self.module, rules.CONVOLUTIONS)
         split = (1, 1 / positions) if convolves else (1 / positions, 1)
@@ -301,13 +266,13 @@ class LayerSums:
 def root(matrix: Tensor) -> Tensor:
     r"""Return a matrix :math:`R` with :math:`R R^\top` the positive semi-definite matrix."""
     values, vectors = torch.linalg.eigh(matrix)
-    # Roundoff makes the smallest eigenvalues of a singular matrix negative.
-    # Contiguous, as files hold it: the last bits of a product depend on the layout.
+    # The smallest eigenvalues of a singular matrix are negative by roundoff. The result is made
+    # contiguous, as after loading from a file, since the last bits of a product depend on strides.
     square_root: Tensor = (vectors * values.clamp_min(0).sqrt()).contiguous()
     return square_root
 
 
-BlockRoot = dict[str, Tensor]  # a square root of a block, or two of Kronecker factors, by name
+BlockRoot = dict[str, Tensor]  # the square root of a block, or those of its two factors, by name
 
 
 def block_root(op: LinearOperator) -> BlockRoot:
@@ -322,12 +287,12 @@ def block_root(op: LinearOperator) -> BlockRoot:
 
 
 def times_root(roots: BlockRoot, xi: Tensor, *, bias: bool) -> Tensor:
-    """Return a square root of a block times Gaussian numbers ``(n, k)``.
+    """Return the product of the square root of a block and Gaussian numbers ``(n, k)``.
 
     Args:
-        roots: Of :func:`block_root`.
-        xi: Independent standard normal numbers.
-        bias: The block is that of weight and bias of a layer.
+        roots: Result of :func:`block_root`.
+        xi: Independent standard normal numbers, ``(n, k)``.
+        bias: Whether the block belongs to both weight and bias of a layer.
     """
     if "diagonal" in roots:
         return roots["diagonal"][:, None] * xi

@@ -1,4 +1,4 @@
-"""``gradient_noise``: noise scales of mini-batch gradients, with and without the Hessian."""
+"""``gradient_noise`` of mini-batches, and ``gradient_overlap`` with the leading eigenvectors."""
 
 import math
 from collections.abc import Iterator
@@ -8,14 +8,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, is_below
+from ritz._core.checks import (
+    check_count,
+    is_below,
+)
 from ritz._core.progress import Progress, tracking
 from ritz._core.propagation import propagate
 from ritz._core.random import resolve_generator
-from ritz._core.results import Estimate, Status, plain_estimate
+from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate
+from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
-from ritz.curvature._shared import CurvatureMatrix
+from ritz.curvature._shared import CurvatureMatrix, check_risk
+from ritz.measures._bulk_edge import check_pairs, vector_errors
 from ritz.measures._groups import TUNING as GROUPS
 from ritz.measures._groups import (
     choose_group_size,
@@ -23,23 +28,26 @@ from ritz.measures._groups import (
     group_error_factor,
     random_groups,
 )
+from ritz.measures._landscape import check_direction
 from ritz.operators import LinearOperator
-from ritz.spectra import trace
+from ritz.spectra import Eigenpairs, Spectrum, trace
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """Memory of :func:`gradient_noise`."""
 
-    # The gradients of all groups are stored if they have at most this many entries, 128 MiB of
-    # float32. Otherwise they are computed again in each of four passes.
+    # The gradients of all groups are stored if they have at most this many entries (128 MiB in
+    # float32). Otherwise they are computed again in each of four passes.
     stored: int = 2**25
 
 
 TUNING = Tuning()
-# Block size of products with the matrix of the groups: each product needs two passes over all
-# gradients, whatever the number of columns.
+# Block size of products with the matrix of the groups. Each product needs two passes over all
+# gradients, for any number of columns, so large blocks are better.
 WIDTH = 64
+# Number of overlaps that are printed.
+SHOWN = 10
 
 
 @storable
@@ -48,17 +56,17 @@ class GradientNoise:
     r"""Noise of the gradients of mini-batches.
 
     Attributes:
-        variance: :math:`\operatorname{tr} \Sigma`, of the gradients of single samples.
-        gradient_square: :math:`\|g\|^2`, of the gradient of all data.
-        along: :math:`g^\top H g / \|g\|^2`, the curvature along the gradient.
-        simple: The simple noise scale :math:`\operatorname{tr} \Sigma / \|g\|^2`, a batch size.
-        curved: The noise scale :math:`\operatorname{tr}(H \Sigma) / g^\top H g`, the critical batch
-            size. Below it, training with half the batch size takes about twice the steps. Not a
-            number if the curvature along the gradient is not positive.
+        variance: :math:`\operatorname{tr} \Sigma`, the variance of the gradients of single samples.
+        gradient_square: :math:`\|g\|^2`, where :math:`g` is the gradient of all data.
+        along: Curvature along the gradient, :math:`g^\top H g / \|g\|^2`.
+        simple: Simple noise scale :math:`\operatorname{tr} \Sigma / \|g\|^2`, a batch size.
+        curved: Critical batch size :math:`\operatorname{tr}(H \Sigma) / g^\top H g`. Below it,
+            training with half the batch size takes about twice the steps. NaN if the curvature
+            along the gradient is not positive.
         matrix: ``hessian`` or ``ggn``.
-        num_samples: :math:`N`.
-        num_products: Matrix-vector products that were used.
-        num_gradients: Gradients of all data that were used.
+        num_samples: Number of samples :math:`N`.
+        num_products: Number of matrix-vector products used.
+        num_gradients: Number of gradients of all data used.
     """
 
     variance: Estimate
@@ -74,12 +82,12 @@ class GradientNoise:
     def __str__(self) -> str:
         return "\n".join(
             [
-                f"Noise of gradients, {self.num_samples:,} samples",
+                f"Gradient noise of {self.num_samples:,} samples",
                 f"  tr Sigma = {plain_estimate(self.variance)}, "
                 f"|g|^2 = {plain_estimate(self.gradient_square)}, "
                 f"g'Hg / |g|^2 = {plain_estimate(self.along)}",
-                f"  simple noise scale {plain_estimate(self.simple)} samples",
-                f"  with the {self.matrix} {plain_estimate(self.curved)} samples",
+                f"  simple noise scale: batches of {plain_estimate(self.simple)}",
+                f"  critical batch size (with the {self.matrix}): {plain_estimate(self.curved)}",
             ]
         )
 
@@ -93,33 +101,33 @@ def gradient_noise(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> GradientNoise:
-    r"""Return the noise scales of the gradient: batch sizes at which noise and signal are equal.
+    r"""Return the noise scales of the gradient: the batch sizes at which noise equals signal.
 
     .. math:: B_\text{simple} = \frac{\operatorname{tr} \Sigma}{\|g\|^2}, \quad
         B = \frac{\operatorname{tr}(H \Sigma)}{g^\top H g}, \quad
         \Sigma = \frac{1}{N} \sum_i (g_i - g)(g_i - g)^\top
 
-    With the best learning rates, a step along the gradient of a batch of :math:`b` samples reduces
-    the loss by the fraction :math:`1 / (1 + B/b)` of a step along :math:`g`. Batches larger than
-    :math:`B` save few steps.
+    A step along the gradient of :math:`b` samples reduces the loss by the fraction
+    :math:`1 / (1 + B/b)` of what a step along :math:`g` does, if both use their best learning rate.
+    Batches larger than :math:`B` therefore save few steps.
 
     :math:`\Sigma` is estimated from the gradients :math:`\bar g_j` of :math:`M` random disjoint
-    groups of ``c`` samples. With the deviations :math:`d_j = \bar g_j - \bar g`,
+    groups of ``c`` samples. With the deviations :math:`d_j = \bar g_j - \bar g`, the estimate
     :math:`\hat \Sigma = \tfrac{N - 1}{N} \tfrac{c}{M - 1} \sum_j d_j d_j^\top` is unbiased, and for
-    ``c = 1`` equal to :math:`\Sigma`. :math:`\operatorname{tr}(H \hat \Sigma)` is the trace of a
+    ``c = 1`` it equals :math:`\Sigma`. :math:`\operatorname{tr}(H \hat \Sigma)` is the trace of a
     matrix of size :math:`M`, estimated by XTrace.
 
     Cost: ``2 num_probes + 1`` products with the matrix, and two gradients of all data. If the
     gradients of all groups have more than :math:`2^{25}` entries, they are not stored, and six
-    gradients are needed instead of two.
+    gradients are computed instead of two.
 
     Args:
-        risk: The loss at a point, a mean over samples (which is checked). Batch norm must not be in
-            ``train`` mode.
+        risk: The loss at a point. It must be a mean over samples, and batch norm must not be in
+            ``train`` mode; both are checked.
         matrix: ``hessian`` or ``ggn``.
         group_size: Samples ``c`` per group. Defaults to 1 below 256 samples, and otherwise to the
-            largest that gives at least 128 groups.
-        num_probes: Probes of the trace of :math:`H \Sigma`, at least 2.
+            largest size that gives at least 128 groups.
+        num_probes: Number of probes for the trace of :math:`H \Sigma`, at least 2.
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
@@ -143,7 +151,7 @@ def noise_of(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> GradientNoise:
-    """Return :func:`gradient_noise` of an existing operator, to reuse its traced products."""
+    """Return :func:`gradient_noise` of an existing operator, whose traced products are reused."""
     risk = op.risk
     risk.require_separable("gradient_noise()")
     risk.require_sample_mean(alone=True)
@@ -160,13 +168,13 @@ def noise_of(
     image = op.matmat(gradient[:, None])[:, 0]
     square = _square(gradient, deviations)
     along = _rayleigh(gradient, image, square)
-    unseen = group_error_factor(groups, count)  # 0 with single samples, of which Sigma is exact
+    unseen = group_error_factor(groups, count)  # 0 for groups of one sample: Sigma is exact
     method = "single samples" if group_size == 1 else f"{groups.num_batches} random groups"
     variance = _variance(deviations, scale, unseen, method, generator)
     # tr(H Sigma) = tr(scale D'HD), of order M instead of P
     noise = trace(
         _NoiseOperator(op, deviations, scale),
-        # More probes than rows are of no use.
+        # XTrace is exact with as many probes as rows.
         num_probes=min(num_probes, groups.num_batches),
         generator=generator,
     )
@@ -194,8 +202,8 @@ class _Deviations:
         count: Number of groups ``M``.
         mean: Their mean gradient ``(P,)``, float64.
         dtype: Data type of the gradients.
-        contrasts: Terms ``(M - 1,)`` whose sum is that of the squares of the deviations.
-        num_passes: Passes over the data so far; each costs a gradient.
+        contrasts: Terms ``(M - 1,)`` whose sum is the sum of the squared deviations.
+        num_passes: Passes over the data so far. Each costs one gradient of all data.
     """
 
     def __init__(self, groups: Risk, progress: bool | Progress) -> None:
@@ -214,7 +222,7 @@ class _Deviations:
             step = gradient.double() - self.mean
             gaps.append(float(step.square().sum()) * ((j - 1) / j))
             self.mean.add_(step, alpha=1 / j)
-        # (j - 1)/j |y_j - mean_{j-1}|^2: their sum is that of |y_j - mean|^2.
+        # The sum of (j - 1)/j |y_j - mean_{j-1}|^2 is the sum of |y_j - mean|^2.
         self.contrasts = torch.tensor(gaps[1:], dtype=torch.float64)
         if self._rows is not None:
             self._rows -= self.mean.to(theta)
@@ -228,7 +236,7 @@ class _Deviations:
                 bar.update(done)
 
     def combine(self, weights: Tensor) -> Tensor:
-        """Return the combinations ``D s`` of deviations, ``(P, k)``, of weights ``(M, k)``."""
+        """Return the combinations ``D s`` of the deviations, ``(P, k)``, for ``s`` ``(M, k)``."""
         if self._rows is not None:
             return self._rows.T @ weights.to(self._rows)
         # D s = sum_j d_j s_j', one gradient at a time
@@ -238,7 +246,7 @@ class _Deviations:
         return total.to(self._groups.theta)
 
     def project(self, block: Tensor) -> Tensor:
-        """Return the inner products ``D'V`` with vectors ``(P, k)``, ``(M, k)``."""
+        """Return the inner products ``D'V`` with vectors ``V`` ``(P, k)``, of shape ``(M, k)``."""
         if self._rows is not None:
             return self._rows @ block
         rows = [(gradient - self.mean.to(gradient)) @ block for gradient in self._pass()]
@@ -247,7 +255,7 @@ class _Deviations:
 
 @final
 class _NoiseOperator(LinearOperator):
-    """The matrix ``scale D'HD`` of size ``M``, whose trace is that of ``H Sigma``."""
+    """The matrix ``scale D'HD`` of size ``M``, which has the same trace as ``H Sigma``."""
 
     def __init__(self, op: CurvatureOperator, deviations: _Deviations, scale: float) -> None:
         super().__init__(deviations.count, dtype=op.dtype, device=op.device, block_size=WIDTH)
@@ -278,14 +286,9 @@ def _rayleigh(gradient: Tensor, image: Tensor, square: Estimate) -> Estimate:
     # by e^2 |H| to second; |Hg| / |g| stands for the norm.
     off = float(square.truncation) / (2 * size**2) if size else math.inf
     tilt = float((y - value * g).norm())
-    error = (
-        2 * off * tilt + (off**2 + GROUPS.roundoff * torch.finfo(gradient.dtype).eps) * length
-    ) / (size or math.nan)
-    method = "g'Hg / |g|^2"
-    known = off < 1
-    return Estimate.exact(
-        value, method=method, truncation=error if known else math.inf, num_products=1
-    )
+    eps = GROUPS.roundoff * torch.finfo(gradient.dtype).eps
+    error = (2 * off * tilt + (off**2 + eps) * length) / size if off < 1 else math.inf
+    return Estimate.exact(value, method="g'Hg / |g|^2", truncation=error, num_products=1)
 
 
 def _ratio(top: Tensor, size: Tensor) -> Tensor:
@@ -336,4 +339,116 @@ def _curved(noise: Estimate, along: Estimate, square: Estimate, method: str) -> 
         along,
         square,
         method=f"tr(H Sigma) / g'Hg, {method}",
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# The gradient along the leading eigenvectors.
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientOverlap:
+    r"""Overlap of the gradient with the leading eigenvectors, and the curvature along the gradient.
+
+    Attributes:
+        values: Eigenvalues :math:`\lambda_i`, the largest first, ``(k,)``.
+        overlaps: :math:`(\varphi_i^\top \hat g)^2` with the unit gradient :math:`\hat g`, ``(k,)``.
+            The truncation comes from the residuals of the eigenvectors.
+        share: Sum of the overlaps: the fraction of :math:`\|g\|^2` in the leading subspace.
+        curvature: Curvature along the gradient, :math:`\hat g^\top H \hat g`.
+        explained: Part of this curvature in the subspace,
+            :math:`\sum_i \lambda_i (\varphi_i^\top \hat g)^2`.
+        gradient_norm: Norm of the gradient, :math:`\|g\|`.
+        matrix: ``hessian`` or ``ggn``.
+    """
+
+    values: Tensor
+    overlaps: Estimate
+    share: Estimate
+    curvature: Estimate
+    explained: Estimate
+    gradient_norm: float
+    matrix: str
+
+    def __str__(self) -> str:
+        lines = [
+            f"Overlap of the gradient (norm {self.gradient_norm:.4g}) with {len(self.values)} "
+            f"eigenvectors of the {self.matrix}",
+            f"  {float(self.share):.1%} of the squared gradient lies in their span",
+            f"  curvature along the gradient {float(self.curvature):.4g}, of which "
+            f"{float(self.explained):.4g} in their span",
+            f"  {'lambda':>12}  overlap",
+        ]
+        shown = min(len(self.values), SHOWN)
+        for place in range(shown):
+            mean, error = self.overlaps.mean[place], self.overlaps.truncation[place]
+            text = format_uncertain(float(mean), float(error))
+            lines.append(f"  {float(self.values[place]):>12.5g}  {text}")
+        if shown < len(self.values):
+            lines.append(f"  and {len(self.values) - shown} smaller eigenvalues")
+        return "\n".join(lines)
+
+
+def gradient_overlap(
+    risk: Risk,
+    pairs: Eigenpairs | Spectrum,
+    *,
+    matrix: CurvatureMatrix = "hessian",
+    gradient: Tensor | None = None,
+) -> GradientOverlap:
+    r"""Return the overlap of the gradient with eigenvectors, and the curvature along the gradient.
+
+    .. math:: L(\theta - \alpha g) - L(\theta) = -\alpha \|g\|^2 \Big(1 - \frac{\alpha}{2}
+        \sum_i \lambda_i (\varphi_i^\top \hat g)^2\Big) + O(\alpha^3)
+
+    To second order, a step along the gradient lowers the loss if :math:`\alpha` is below two over
+    the curvature along the gradient. If the gradient is nearly orthogonal to the leading
+    eigenvectors, this limit is far above :math:`2 / \lambda_1`.
+
+    Cost: one gradient and one product.
+
+    Args:
+        risk: The loss at a point.
+        pairs: Eigenpairs or Ritz pairs with their vectors.
+        matrix: ``hessian`` or ``ggn``: the matrix that the pairs belong to.
+        gradient: Another direction ``(P,)``, such as the gradient of a batch or a step. Defaults to
+            the gradient of the risk.
+
+    Reference: *Spectral Machine Learning*, equation 5.34, with its sign corrected.
+    """
+    check_risk(risk)
+    vectors = check_pairs(pairs, risk.space.size)
+    g = risk.gradient() if gradient is None else gradient
+    check_direction("gradient", g, risk)
+    norm = float(g.double().norm())
+    unit = g / norm
+    # Eigenpairs are ascending; put the largest eigenvalue first.
+    order = pairs.values.argsort(descending=True)
+    values, errors = pairs.values[order], vector_errors(pairs)[order]
+    cosines = (vectors.T @ unit).double().cpu()[order]
+    overlaps = cosines.square()
+    # If an eigenvector is off by an angle of sine s, a cosine c changes by at most s. Overlaps are
+    # between 0 and 1, so no error exceeds 1.
+    slack = (2 * cosines.abs() * errors + errors.square()).clamp(max=1.0)
+    # The curvature along the gradient is g'Hg / |g|^2. Its part in the span of the eigenvectors is
+    # sum_i lambda_i (phi_i'g)^2 / |g|^2.
+    column = unit[:, None]
+    image = curvature_operator(risk, matrix).matmat(column)
+    curvature = float(column_dots(column, image))
+    roundoff = GROUPS.roundoff * torch.finfo(unit.dtype).eps * float(image.double().norm())
+
+    def exact(value: float | Tensor, truncation: float | Tensor, products: int = 0) -> Estimate:
+        return Estimate.exact(
+            value, method="inner products", truncation=truncation, num_products=products
+        )
+
+    return GradientOverlap(
+        values=values,
+        overlaps=exact(overlaps, slack),
+        share=exact(float(overlaps.sum()), float(slack.sum())),
+        curvature=exact(curvature, roundoff, 1),
+        explained=exact(float(values @ overlaps), float(values.abs() @ slack)),
+        gradient_norm=norm,
+        matrix=matrix,
     )

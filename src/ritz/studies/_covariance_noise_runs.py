@@ -1,4 +1,4 @@
-"""Training in small batches, in large ones, and in large ones with gradient noise."""
+"""Runs of ``covariance_noise``: small batches, large ones, and large ones with gradient noise."""
 
 import math
 import shutil
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ritz import data, models
+from ritz._core.batch_norm import batch_norms
 from ritz._core.journal import Journal, Parts
-from ritz._core.modes import batch_norms
 from ritz.curvature import Risk, gradient_statistics, noise_sample
 from ritz.measures import calibrated_sharpness, excess_risk
 from ritz.studies._protocol import StatePath, column, seeded
@@ -33,7 +33,7 @@ class Runner:
 
     def __init__(self, config: Any, dataset: str, model: str) -> None:
         self.config, self.name = config, model
-        # Rates are chosen by images of the training set, and the test set is left alone.
+        # Learning rates are chosen with images of the training set. The test set is not used.
         load: Any = partial(data.load, dataset, data_dir=config.data, device=config.device)
         self.sets = load()
         self.tuning = load(validation=len(self.sets.train) // 12)
@@ -122,7 +122,7 @@ class Runner:
         names = statistics.names
         counts = column(risk.space.shapes[name].numel() for name in names)
         variance = column(statistics.layers[name][2] for name in names)
-        # Samples with replacement: V / M for a batch of M.
+        # Samples are drawn with replacement, so the variance of a batch of M is V / M.
         rows = [variance / self.config.small, variance / self.config.large]
         for kind in NOISES:
             # The noise of one sample; a step adds it with the weight 1/M_S - 1/M_L.
@@ -145,7 +145,7 @@ class Runner:
         model.to(self.config.device)
         if monitor is not None:
             monitor(0, model, None)
-        # A run of hours resumes, in a folder beside the state of the study.
+        # A run of hours can resume. Its files are in a folder beside the state of the study.
         folder = None if state is None else Path(state).with_name(f"training {Path(state).name}")
         result = fit(
             model, sets, optimizer_settings={"lr": rate, "momentum": 0.9, "weight_decay": 5e-4},
@@ -156,7 +156,7 @@ class Runner:
         if result.status.outcome == "interrupted":  # fit takes ctrl-C as a wish to save
             raise KeyboardInterrupt
         if folder is not None:
-            # The state of the study has the result from here on.
+            # From here on, the state of the study has the result.
             shutil.rmtree(folder)
         return model, result
 
@@ -191,7 +191,7 @@ class Runner:
         return column(math.ceil(len(self.sets.train) / size) for size in sizes).cumsum(0)
 
     def _risk(self, model: nn.Module, split: Any, count: int) -> Risk:
-        # The same samples for every network, so that differences are those of the networks.
+        # Use the same samples for every network, so that differences are due to the networks.
         part = split.take(count, generator=seeded(0))
         return Risk(model.eval(), cross_entropy, part.tensors(), batch_size=512)
 

@@ -1,17 +1,17 @@
 r"""Cross-entropy of many classes, such as the tokens of a vocabulary, computed chunk by chunk.
 
 The outputs of a language model are its largest tensor: 4,096 tokens and 150,000 classes take 2.4 GB
-in float32. The derivatives of torch store several tensors of this size. With :math:`p =
-\operatorname{softmax}(f)`, the target distribution :math:`q` (smoothed or not) and the weight
-:math:`w` of the label in the mean,
+in float32. The derivatives of torch store several tensors of this size. Let
+:math:`p = \operatorname{softmax}(f)`, :math:`q` the target distribution (smoothed or not), and
+:math:`w` the weight of the label in the mean. Then
 
 .. math:: g = \nabla_f \ell = w (p - q), \quad
     \nabla^2_f \ell \, t = w (p \circ t - p\, (p^\top t)) = (g + w q) \circ (t - s), \quad
     s = p^\top t = g^\top t / w + q^\top t,
 
-so a product with the Hessian needs :math:`g`, which every Hessian product computes anyway, and no
-softmax. The operations below are opaque to a trace. Beside its result each of them needs the memory
-of a few chunks.
+A product with the Hessian therefore needs :math:`g`, which is computed anyway, and no softmax. A
+trace treats the operations below as single operations. In addition to its result, each of them
+needs the memory of a few chunks.
 """
 
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ Part = tuple[slice, ...]
 class Tuning:
     """Sizes of outputs and of chunks, in entries."""
 
-    # Outputs that are computed in chunks: 64 MB of floats, or 1,024 tokens of a vocabulary of
-    # 16,000. On the CPU a product of 128 tokens and 150,000 classes takes half the time then.
+    # Larger outputs are computed in chunks: 64 MB of floats, or 1,024 tokens of a vocabulary of
+    # 16,000. On the CPU this halves the time of a product of 128 tokens and 150,000 classes.
     large: int = 2**24
-    # A chunk: 16 MB of floats. The temporary tensors are three of them.
+    # Entries of a chunk: 16 MB of floats. There are up to three temporary tensors of this size.
     chunk: int = 2**22
 
 
@@ -49,7 +49,7 @@ def is_large(outputs: Tensor, target: Any) -> bool:
 
 
 def output_parts(outputs: Tensor) -> Iterator[Part]:
-    """Yield indices of chunks of outputs, with all classes of the samples or places in them."""
+    """Yield indices of chunks of outputs. A chunk has all classes of its samples or places."""
     count, each = len(outputs), outputs[0].numel()
     if each <= TUNING.chunk or outputs.ndim == 2:
         step = max(1, TUNING.chunk // each)
@@ -74,7 +74,7 @@ def _weights(target: Tensor, scale: Tensor, ignored: int) -> Tensor:
 
 
 def _classes(target: Tensor, ignored: int) -> Tensor:
-    # An ignored label has weight zero, so any class may stand in for it.
+    # An ignored label has weight zero, so it can be replaced by any class.
     return torch.where(target == ignored, 0, target).unsqueeze(1)
 
 
@@ -115,7 +115,8 @@ def _curvature(
     for part in output_parts(gradient):
         g, t, w = gradient[part], tangent[part], weights[part]
         label = _classes(places_of(target, part), ignored)
-        # H 1 = 0. With a zero at the label nothing cancels where the label is nearly certain.
+        # H 1 = 0, so t may be shifted. If t is 0 at the label, nothing cancels even if the
+        # probability of the label is nearly 1.
         t = t - t.gather(1, label)
         # s = g't / w + q't
         s = (g * t).sum(1, keepdim=True) / torch.where(w == 0, 1, w)
@@ -149,7 +150,7 @@ def _slope(
 
 
 def _over_columns(op: Any) -> Any:
-    """Return a vmap rule for an operation that computes one column at a time, to save memory."""
+    """Return a vmap rule that computes one column at a time, to save memory."""
 
     def rule(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         columns = [
@@ -237,8 +238,8 @@ class _Entropy(torch.autograd.Function):
 def chunked_entropy(outputs: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
     """Return the mean cross-entropy of labels, twice differentiable in the outputs.
 
-    Value, gradient and Hessian product each need the memory of a few chunks, beside inputs and
-    result. The product also needs the gradient.
+    Value, gradient and Hessian product each need the memory of a few chunks, in addition to inputs
+    and result. The product also needs the gradient.
     """
     call: Any = _Entropy.apply
     value: Tensor = call(outputs, target, ignored, smoothing)

@@ -1,0 +1,228 @@
+"""`Adapter`: how a batch is passed to the model and to the loss; models that return a loss."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ritz._core.batches import split_labels, tensors
+from ritz._core.checks import is_below
+from ritz._core.cross_entropy import (
+    is_large,
+)
+from ritz.curvature._losses import (
+    FORWARD,
+    LossFunction,
+    _takes_log_probabilities,
+    check_one_tensor,
+    known_loss,
+    mean_entropy,
+)
+
+# ------------------------------------------------------------------------------------------
+# Losses that models compute themselves.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnLoss:
+    """How a model computes its loss from its ``logits`` and the ``labels`` of a batch.
+
+    Attributes:
+        tokens: Logits are ``(batch, tokens, classes)`` and labels ``(batch, tokens)``.
+        shift: The logits of a token predict the label of the next token, as in a decoder.
+        labelled: The model needs the labels to compute its logits. Otherwise it is called without
+            labels. It then does not compute its loss, which would take several copies of the
+            logits.
+    """
+
+    tokens: bool
+    shift: bool
+    labelled: bool = True
+
+    def outputs(self, logits: Tensor) -> Tensor:
+        """Return the logits with the classes along axis 1, aligned with :meth:`target`."""
+        return logits.movedim(-1, 1) if self.tokens else logits
+
+    def target(self, labels: Tensor) -> Tensor:
+        """Return the labels that the outputs predict."""
+        # The last token has no next token, so its label is ignored. Slicing the logits instead
+        # would add a tensor of their size to each derivative.
+        return functional.pad(labels[:, 1:], (0, 1), value=-100) if self.shift else labels
+
+    def num_terms(self, labels: Tensor) -> int:
+        """Return the number of labels that are not ignored: the weight of a batch in the mean."""
+        return int((self.target(labels) != -100).sum())
+
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments that the model is called with."""
+        return {key: batch[key] for key in batch if self.labelled or key != "labels"}
+
+
+def recognized_loss(call: Callable[[Mapping[str, Any]], Any], batch: Any) -> OwnLoss | None:
+    """Return how a model computes its own loss on a batch, or ``None`` if it is not known.
+
+    Args:
+        call: Calls the model with these keyword arguments. Returns ``None`` if that fails.
+        batch: The batch.
+    """
+    outputs = call(batch)
+    own = _form_of_loss(outputs, split_labels(batch)[2])
+    if own is None:
+        return None
+    plain = replace(own, labelled=False)
+    again = call(plain.inputs(batch))
+    first, second = (_value(each, "logits") for each in (outputs, again))
+    same = isinstance(second, Tensor) and torch.equal(first, second)
+    return plain if same else own
+
+
+def _value(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def _form_of_loss(outputs: Any, labels: Any) -> OwnLoss | None:
+    """Return how a model computes its loss from ``logits`` and ``labels``, or ``None``.
+
+    The form is known if the cross-entropy of logits and labels, with or without a shift by one
+    token, equals the ``loss`` that the model returns for this batch.
+    """
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
+    logits, loss = (_value(outputs, name) for name in ("logits", "loss"))
+    if not isinstance(logits, Tensor) or not isinstance(loss, Tensor) or loss.ndim:
+        return None
+    tokens = logits.ndim == 3 and logits.shape[:2] == labels.shape
+    if not tokens and not (logits.ndim == 2 and logits.shape[:1] == labels.shape):
+        return None
+    for shift in (True, False) if tokens else (False,):
+        own = OwnLoss(tokens=tokens, shift=shift)
+        if logits.shape[-1] > 1 and own.num_terms(labels):
+            value = mean_entropy(own.outputs(logits).float(), own.target(labels))
+            # Many models compute their loss in float32 even if their weights have another dtype.
+            if is_below(abs(float(value) - float(loss)), 1e-5 * abs(float(loss))):
+                return own
+    return None
+
+
+# ------------------------------------------------------------------------------------------
+# A model with a loss, called on batches.
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+@final
+class Adapter(nn.Module):
+    """A model with a loss, called on whole batches.
+
+    The adapter is a module that contains the model. One ``torch.func.functional_call`` on it
+    replaces all parameters, also if a user-defined ``forward`` calls other methods of the model
+    than its ``forward``. The model itself is not modified.
+
+    Args:
+        model: The user's model.
+        loss_fn: Takes outputs and target, returns the mean loss of the batch. ``None`` if the
+            model returns the loss itself.
+        forward: Takes the model and a batch. Returns ``(outputs, target)``, or the loss if
+            ``loss_fn`` is ``None``.
+        own: How the model computes its own loss. ``loss_fn`` then computes this loss from the
+            logits.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        forward: Forward | None,
+        own: OwnLoss | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.custom, self.own = model, forward, own
+        # Wrapped: if the loss is a module, its parameters must not count as those of the model.
+        self.loss_fn = SimpleNamespace(call=loss_fn)
+        known = known_loss(loss_fn)
+        self.elementwise = known is not None and known.kind != "cross_entropy"
+        self.squared = known is not None and known.kind == "squared_error"
+        # Cross-entropy of large outputs is computed in chunks, without copies of the outputs.
+        scores = known is not None and known.kind == "cross_entropy"
+        self.entropy = known if scores and not _takes_log_probabilities(loss_fn) else None
+
+    def forward(self, batch: Any) -> tuple[Any, Any]:
+        """Return ``(outputs, target)`` of a batch, or ``(loss, None)`` without ``loss_fn``."""
+        without_loss, named = self.loss_fn.call is None, isinstance(batch, Mapping)
+        if self.custom is not None:
+            result = self.custom(self.model, batch)
+            if without_loss:
+                return result, None
+            if not isinstance(result, tuple) or len(result) != 2:
+                kind = type(result).__name__
+                raise TypeError(f"forward must return (outputs, target), got {kind}")
+            return result
+        if self.own is not None:
+            logits = _field(self.model(**self.own.inputs(batch)), "logits")
+            return self.own.outputs(logits), self.own.target(batch["labels"])
+        if without_loss and named:
+            return _field(self.model(**batch), "loss"), None
+        if without_loss:
+            raise TypeError("loss_fn must be passed for batches of (inputs, target), got None")
+        pair = isinstance(batch, tuple | list) and len(batch) > 1
+        if not (pair or (named and "labels" in batch)):
+            kind = "inputs alone" if isinstance(batch, tuple | list) else type(batch).__name__
+            got = f"the keys {sorted(batch)}" if named else kind
+            raise TypeError(
+                "a batch must be (inputs, target) or a dictionary with 'labels', "
+                f"got {got}: {FORWARD}"
+            )
+        args, kwargs, target = split_labels(batch)
+        outputs = self.model(*args, **kwargs)
+        if isinstance(outputs, Mapping) or hasattr(outputs, "logits"):
+            outputs = _field(outputs, "logits")
+        return outputs, target
+
+    @property
+    def by_label(self) -> bool:
+        """Whether a batch is weighted by its number of labels that are not ignored."""
+        return self.own is not None and self.own.tokens
+
+    def target(self, batch: Any) -> Any:
+        """Return the target of a batch, or ``None`` if only a call of the model can tell it."""
+        if self.custom is not None or self.loss_fn.call is None:
+            return None
+        labels = split_labels(batch)[2]
+        return labels if self.own is None else self.own.target(labels)
+
+    def loss(self, outputs: Any, target: Any) -> Any:
+        """Return the mean loss of a batch."""
+        if self.loss_fn.call is None:
+            return outputs  # the loss itself
+        if self.entropy is not None and isinstance(outputs, Tensor) and is_large(outputs, target):
+            return mean_entropy(outputs, target, self.entropy)
+        if self.elementwise:
+            check_one_tensor(outputs)
+            if outputs.shape != target.shape:
+                shapes = f"{tuple(outputs.shape)}, got {tuple(target.shape)}"
+                raise ValueError(f"target must be of the shape of the outputs, {shapes}")
+        if not self.squared:
+            return self.loss_fn.call(outputs, target)
+        # Not mse_loss: its backward pass has no forward-mode derivative in torch.
+        return (outputs - target).square().mean()
+
+
+def inputs_error(index: int, batch: Any, dtype: torch.dtype, error: Exception) -> str:
+    """Return the message of an error that a model raised when it was called on a batch."""
+    shapes = [f"{str(x.dtype)[6:]} {tuple(x.shape)}" for x in tensors(batch)]
+    return (
+        f"model cannot be called on batch {index} with tensors {', '.join(shapes)}, for parameters "
+        f"of {str(dtype)[6:]}: {str(error).strip()}"
+    )
+
+
+def _field(outputs: Any, name: str) -> Any:
+    value = _value(outputs, name)
+    if value is None:
+        kind = type(outputs).__name__
+        raise ValueError(f"the model must return an output with {name!r}, got {kind}: {FORWARD}")
+    return value

@@ -1,0 +1,416 @@
+"""`Curvature`: when factors are captured, averaged and inverted; several processes; saved state."""
+
+import math
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypedDict, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from ritz._core.checks import check_type
+from ritz._core.distributed import all_sum, broadcast, rank, unwrapped, world_size
+from ritz._core.modes import arithmetic
+from ritz._core.params import check_optimizer, check_setting, parameters
+from ritz.curvature._shared import KFACKind, as_likelihood, known_loss
+from ritz.optim._kfac.blocks import (
+    Basis,
+    Block,
+    DampingMethod,
+    Kind,
+    KroneckerBlock,
+    Pass,
+    Passed,
+    ProductPrecision,
+    Settings,
+    Tensors,
+    WeightSharing,
+    block_of,
+)
+from ritz.optim._kfac.capture import Capture
+from ritz.optim._state import StateDict, listed, owners
+
+PREFIX = "kfac_"  # prefix of the names in the state of a parameter
+Gradients = dict[Tensor, Tensor]
+
+
+class Options(TypedDict, total=False):
+    """Options of the curvature; see :class:`ritz.optim.KFAC`."""
+
+    kind: Kind
+    fisher: KFACKind
+    damping: DampingMethod
+    factor_every: int
+    inverse_every: int
+    factor_decay: float
+    weight_sharing: WeightSharing
+    basis: Basis
+    max_order: int | None
+    precision: ProductPrecision | None
+    seed: int
+
+
+def checked_settings(options: Mapping[str, Any]) -> Settings:
+    """Return the settings with defaults. Raise for unknown or invalid options."""
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        raise TypeError(f"KFAC got unknown arguments {', '.join(unknown)}")
+    return Settings(**options)
+
+
+@final
+class Curvature:
+    """The curvature of the parameters of an optimiser, and products with its damped inverse.
+
+    Every group of the optimiser must have a ``delta``. The curvature is saved and loaded with the
+    state of the optimiser, in the state of the first parameter of each layer.
+
+    Attributes:
+        blocks: The layers with curvature.
+        plain: The other layers by name, with the reason. Their gradients are not preconditioned.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, model: nn.Module, settings: Settings, scaler: Any = None
+    ) -> None:
+        check_optimizer(optimizer)
+        check_type("model", model, nn.Module, "a torch.nn.Module")
+        self.optimizer, self.settings = optimizer, settings
+        self.steps, self._observed = 0, 0
+        self.blocks, self.plain = _find_blocks(unwrapped(model), optimizer, settings)
+        self._warn_plain(self.plain)
+        waits = settings.fisher != "empirical"
+        self._capture = Capture(unwrapped(model), self.blocks, self._receive, waits=waits)
+        self._loaded: dict[Tensor, Tensors] = {}
+        self.scaler = scaler
+        self._arm()
+        optimizer.register_state_dict_pre_hook(self._write)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    def remove(self) -> None:
+        """Remove the hooks on the model."""
+        self._capture.remove()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Capture nothing inside the block."""
+        return self._capture.paused()
+
+    def discard(self) -> None:
+        """Discard what backward passes have captured since the last step."""
+        # Not what observe() has captured: it may be called before zero_grad(), for the next step.
+        for block in self.blocks if self.settings.fisher == "empirical" else ():
+            block.clear()
+
+    @property
+    def scaler(self) -> Any:
+        """Gradient scaler of the loss, or ``None``."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        self._scaler, self._capture.scaled = scaler, scaler is not None
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the next step updates the factors."""
+        return self._capture.active
+
+    # --------------------------------------------------------------------------------------
+    # Capture.
+
+    def _arm(self) -> None:
+        # Without inverses the capture is repeated, as after a first step with infinite sums.
+        missing = not any(block.inverse for block in self.blocks)
+        due = self.steps % self.settings.factor_every == 0 or missing
+        self._capture.active, self._observed = due and bool(self.blocks), 0
+        self._capture.forget()
+
+    def _receive(self, block: Block, passed: Passed, of: Pass) -> None:
+        with arithmetic(self.settings.precision):
+            block.receive(passed, of)
+
+    def observe(self, outputs: Tensor, target: Any, loss_fn: Any) -> None:
+        """Capture the curvature of a batch for ``fisher="monte_carlo"`` or ``"ggn"``."""
+        if self.settings.fisher == "empirical" or not self.capturing:
+            return
+        if not isinstance(outputs, Tensor) or not outputs.requires_grad:
+            raise ValueError("outputs must be a tensor with a gradient, before backward()")
+        wide = torch.promote_types(outputs.dtype, torch.float32)
+        with torch.no_grad(), arithmetic(None):
+            columns = self._columns(outputs.detach().to(wide), target, loss_fn)
+            # Derivatives of sums over the batch, scaled so that half precision does not underflow.
+            columns = columns * (math.sqrt(len(outputs)) * self._scale())
+        self._capture.pull(outputs, iter(columns.to(outputs.dtype)))
+        self._observed += 1
+
+    def _columns(self, outputs: Tensor, target: Any, loss_fn: Any) -> Tensor:
+        if self.settings.fisher == "ggn":
+            known = known_loss(loss_fn)
+            if known is None:
+                raise ValueError(
+                    "loss_fn must be cross_entropy, binary_cross_entropy_with_logits or mse_loss "
+                    f"without class weights for fisher='ggn', got {loss_fn}"
+                )
+            return known.root(outputs, target)
+        known = as_likelihood(loss_fn)
+        # The seed depends on step and batch alone, so that a resumed run draws the same labels.
+        place = (self.settings.seed, self.steps, self._observed, rank())
+        rng = torch.Generator().manual_seed(random.Random(str(place)).getrandbits(63))
+        return known.score(outputs, target, known.draw(outputs, target, rng)).unsqueeze(0)
+
+    def _scale(self) -> float:
+        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
+
+    # --------------------------------------------------------------------------------------
+    # Steps.
+
+    def step(self, gradients: Gradients) -> Gradients:
+        """Update the curvature if it is due, and return the preconditioned gradients.
+
+        Args:
+            gradients: Gradients by parameter, without the scale of a gradient scaler.
+        """
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        for group in self.optimizer.param_groups:
+            if "delta" not in group:
+                raise ValueError("parameter groups must be added before KFACPreconditioner is made")
+            check_setting("delta", group["delta"], zero=False)
+        deltas = {block: float(groups[block.anchor]["delta"]) for block in self.blocks}
+        # Averages are updated before inverses, so that the first step has inverses of its factors.
+        if self.capturing:
+            if gains := self._absorb(gradients):
+                self._invert(gains, deltas)
+            for block in self.blocks:
+                block.clear()
+        self.steps += 1
+        self._arm()
+        with arithmetic(self.settings.precision):
+            return gradients | dict(self._preconditioned(gradients, deltas))
+
+    def _preconditioned(
+        self, gradients: Gradients, deltas: dict[Block, float]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for block in self.blocks:
+            present = {key: p for key, p in block.params.items() if p in gradients}
+            if not present or not block.inverse:
+                continue
+            # A block belongs to weight and bias together. One without a gradient counts as zero.
+            parts = {
+                key: gradients[p].to(block.dtype) if key in present else torch.zeros_like(p)
+                for key, p in block.params.items()
+            }
+            result = block.precondition(parts, deltas[block])
+            for key, p in present.items():
+                yield p, result[key].to(p.dtype)
+
+    def _absorb(self, gradients: Gradients) -> dict[Block, float]:
+        """Update the averages with the sums of the step. Return the gain of each updated block."""
+        with arithmetic(self.settings.precision):
+            for block in self.blocks:
+                block.complete()
+        local = torch.tensor([[b.samples, b.rows] for b in self.blocks], dtype=torch.float64)
+        # One exchange of counts for all layers. A single process does not wait for the device.
+        alone = world_size() == 1
+        counts = (local if alone else all_sum(local.to(self.blocks[0].device))).tolist()
+        active = []
+        for block, (samples, rows) in zip(self.blocks, counts, strict=True):
+            block.samples, block.rows = int(samples), int(rows)
+            if samples:
+                if not alone:
+                    # A process without samples adds zeros.
+                    zeros = block.zeros() if not block.sums else {}
+                    block.sums = {k: all_sum(v) for k, v in sorted((zeros | block.sums).items())}
+                active.append(block)
+        self._drop_unseen(active, gradients)
+        # One number per layer, so that the step waits for the device once.
+        totals = [value.sum() for block in active for value in block.tensors()]
+        # Sums that are not finite are dropped, as after an overflow of a scaled loss.
+        if not totals or not bool(torch.stack(totals).isfinite().all()):
+            return {}
+        gains = {block: self._gain(block.samples) for block in active}
+        for block, gain in gains.items():
+            block.absorb(gain)
+        return gains
+
+    def _gain(self, samples: int) -> float:
+        # S is quadratic in the derivatives, so it contains the square of the scale of the loss.
+        unit = 1 / self._scale() ** 2
+        if self.settings.fisher != "empirical":
+            return unit / samples
+        # The loss is a mean over N samples, so the derivatives are those of single samples divided
+        # by N, and the mean of squares is N times their sum. Processes average their gradients.
+        return unit * samples / world_size() ** 2
+
+    def _drop_unseen(self, active: list[Block], gradients: Gradients) -> None:
+        """Move layers that have a gradient but were never called from ``blocks`` to ``plain``."""
+        if not active and self.settings.fisher != "empirical":
+            raise RuntimeError(
+                f"fisher={self.settings.fisher!r} needs optimizer.observe(outputs, target, "
+                "loss_fn) before backward()"
+            )
+        unseen = {
+            block.name: "its parameters are used without calling it"
+            for block in self.blocks
+            if block not in active
+            and not block.average
+            and any(p in gradients for p in block.params.values())
+        }
+        if unseen and not active:
+            raise RuntimeError(
+                "KFAC needs a forward and backward pass of its model in train mode, got none, but "
+                f"{next(iter(unseen))!r} has a gradient: call model.train(), and the model that "
+                "was passed to KFAC"
+            )
+        if unseen:
+            self._warn_plain(unseen)
+            self.plain |= unseen
+            self.blocks[:] = [block for block in self.blocks if block.name not in unseen]
+
+    def _warn_plain(self, plain: dict[str, str]) -> None:
+        if plain:
+            few = "; ".join(f"{name}: {why}" for name, why in list(plain.items())[:5])
+            more = f"; and {len(plain) - 5} more" if len(plain) > 5 else ""
+            warnings.warn(
+                f"KFAC uses the plain gradient for layers without factors: {few}{more}",
+                stacklevel=4,
+            )
+
+    # --------------------------------------------------------------------------------------
+    # Inverses, divided among the processes.
+
+    def _invert(self, gains: dict[Block, float], deltas: dict[Block, float]) -> None:
+        due = self.steps % self.settings.inverse_every == 0
+        blocks = [block for block in self.blocks if block.average and (due or not block.inverse)]
+        mine = _shares(blocks)[rank()]
+        inverses: dict[Block, Tensors] = {}
+        # Never TF32, whose roundoff would exceed small eigenvalues.
+        with arithmetic("float32"):
+            for block in blocks:
+                inverses[block] = (
+                    block.decomposed(deltas[block]) if block in mine else block.blank()
+                )
+        # Every process computes the same assignment, without communication.
+        owner = {block: number for number, share in enumerate(_shares(blocks)) for block in share}
+        for block in blocks:
+            # Sorted, because collective operations need the same order in all processes.
+            for name in sorted(inverses[block]):
+                broadcast(inverses[block][name], owner[block])
+            if isinstance(block, KroneckerBlock):
+                block.rotate(inverses[block])
+            block.inverse = inverses[block]
+        self._add_first_scales(blocks, gains)
+
+    def _add_first_scales(self, blocks: list[Block], gains: dict[Block, float]) -> None:
+        # EK-FAC projects on eigenbases, which did not exist when the first samples were captured.
+        for block in blocks if self.settings.kind == "ekfac" else ():
+            if isinstance(block, KroneckerBlock) and "scales" not in block.average:
+                with self.paused(), arithmetic(self.settings.precision):
+                    block.project_late()
+                scales = block.sums.get("scales")
+                block.sums["scales"] = all_sum(
+                    block.zeros()["scales"] if scales is None else scales
+                )
+                block.absorb_late(gains[block])
+
+    # --------------------------------------------------------------------------------------
+    # State.
+
+    def _write(self, optimizer: Optimizer) -> None:
+        for block in self.blocks:
+            if block.average:
+                # Tensors, for torch.load with weights_only and for distributed checkpoints.
+                entry = {"updates": torch.tensor(block.updates), "steps": torch.tensor(self.steps)}
+                entry |= block.average | block.inverse
+                named = {f"{PREFIX}{name}": value for name, value in entry.items()}
+                optimizer.state[block.anchor] |= named
+
+    def _before_load(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+        """Remove the curvature from a state that torch is about to load and to cast."""
+        # Parameters are matched by their position in the groups, as torch does.
+        here, there = listed(optimizer.param_groups), listed(state_dict["param_groups"])
+        places = {place: p for (_, p), (_, place) in zip(here, there, strict=False)}
+        state = dict(state_dict["state"])
+        self._loaded = {}
+        for place, entry in state_dict["state"].items():
+            mine = {k.removeprefix(PREFIX): v for k, v in entry.items() if k.startswith(PREFIX)}
+            if mine and place in places:
+                self._loaded[places[place]] = mine
+                state[place] = {k: v for k, v in entry.items() if not k.startswith(PREFIX)}
+        return state_dict | {"state": state}
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        self.steps = 0
+        for block in self.blocks:
+            block.clear()
+            entry = dict(self._loaded.get(block.anchor, {}))
+            block.updates = int(entry.pop("updates", 0))
+            self.steps = max(self.steps, int(entry.pop("steps", 0)))
+            block.load({k: v.to(block.device, block.dtype, copy=True) for k, v in entry.items()})
+        self._loaded = {}
+        self._arm()
+
+
+def _shares(blocks: list[Block]) -> list[set[Block]]:
+    """Divide blocks among processes. Each goes to the process with the least work so far."""
+    shares: list[set[Block]] = [set() for _ in range(world_size())]
+    work = [0] * len(shares)
+    # Largest first. The longest time is then at most 4/3 of the optimum.
+    for block in sorted(blocks, key=lambda block: -block.cost()):
+        least = work.index(min(work))
+        shares[least].add(block)
+        work[least] += block.cost()
+    return shares
+
+
+def _find_blocks(
+    model: nn.Module, optimizer: Optimizer, settings: Settings
+) -> tuple[list[Block], dict[str, str]]:
+    """Return the blocks of layers with curvature, and the other layers by name with the reason."""
+    chosen = {id(p) for p in parameters(optimizer) if p.requires_grad}
+    # The gradient of a shared parameter sums over several layers, so no single block fits it.
+    users: dict[int, int] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            users[id(p)] = users.get(id(p), 0) + 1
+    blocks: list[Block] = []
+    plain: dict[str, str] = {}
+    for name, module in model.named_modules():
+        params = {key: p for key, p in module.named_parameters(recurse=False) if id(p) in chosen}
+        _check_params(name, params)
+        reason = _reason(module, params, users)
+        block = None if reason or not params else block_of(name, module, params, settings)
+        if block is not None:
+            blocks.append(block)
+        elif params:
+            plain[name or "the model"] = reason or f"{type(module).__name__} is not known"
+    if not blocks and not plain:
+        raise ValueError("model must have parameters of the optimizer, got others")
+    return blocks, plain
+
+
+def _check_params(name: str, params: dict[str, nn.Parameter]) -> None:
+    for key, p in params.items():
+        full = f"{name}.{key}".lstrip(".")
+        if is_lazy(p):
+            raise ValueError(f"{full} has no shape yet: call the model once before KFAC")
+        if hasattr(p, "to_local"):
+            raise ValueError(f"KFAC needs whole parameters, got {full} sharded (FSDP2 or tensor "
+                             "parallel): use DistributedDataParallel")  # fmt: skip
+
+
+def _reason(module: nn.Module, params: dict[str, nn.Parameter], users: dict[int, int]) -> str:
+    if any(users[id(p)] > 1 for p in params.values()):
+        return "it shares a parameter with another layer"
+    if any(not p.is_floating_point() for p in params.values()):
+        return "its parameters are complex"
+    return "" if params.keys() <= {"weight", "bias"} else f"{type(module).__name__} is not known"
+
+
+def curvature_of(optimizer: Optimizer) -> Curvature | None:
+    """Return the K-FAC curvature of an optimiser or of its inner ones, or ``None``."""
+    found = (owner for owner in owners(optimizer) if isinstance(owner, Curvature))
+    return next(found, None)
