@@ -7,7 +7,8 @@ import math
 import statistics
 
 import pytest
-from intervals import ESTIMATORS, GRAPHS, KERNELS, TABLES, Cell, measure
+from families import GRAPHS, KERNELS, NETWORKS, TABLES, TRAINED
+from intervals import ESTIMATORS, Cell, measure
 
 MANY = (
     "seven rows",
@@ -22,6 +23,7 @@ MANY = (
     "block of three ones",
     "arrow",
     "star",
+    "constant vector",
 )
 FEW = ("identity", "condition 30", "exponential", "one entry off the diagonal", "indefinite")
 EASY = ("seven rows", "identity", "condition 30", "indefinite")
@@ -29,7 +31,7 @@ ROWS = ("two rows", "three rows", "seven rows", "Hilbert")
 
 # Estimators whose coverage is pooled, matrices and seeds: together about 20 s of one core.
 GROUPS = {
-    **{name: ((name,), MANY, 40) for name in list(ESTIMATORS)[:6]},
+    **{name: ((name,), MANY, 40) for name in list(ESTIMATORS)[:7]},
     "spectral norm": (("spectral norm",), MANY, 8),
     "functions by Lanczos": (
         ("tr exp(A), Lanczos", "tr log(A), Lanczos", "tr 1/A, Lanczos", "tr sqrt(A), Lanczos"),
@@ -47,6 +49,18 @@ GROUPS = {
     "log likelihood": (("log likelihood",), FEW, 20),
     "mass at the origin": (("mass at the origin, 12 steps",), (*FEW, "rank 10", "repeated"), 20),
     "gradients": (("log det gradient",), tuple(KERNELS)[::5], 8),
+    "likelihood gradients": (("log likelihood gradient",), tuple(KERNELS)[::5], 1),
+    "shrinkage": (("shrinkage",), tuple(NETWORKS)[::5], 6),
+    "gradients of networks": (
+        (
+            "squared gradient",
+            "variance of gradients",
+            "noise scale",
+            "curvature along the gradient",
+        ),
+        tuple(TRAINED),
+        1,
+    ),
     "graphs": (("heat trace of a graph", "entropy of a graph"), tuple(GRAPHS)[::3], 8),
 }
 TOLERANT = [name for name in GROUPS if ESTIMATORS[GROUPS[name][0][0]].rtol is not None]

@@ -67,3 +67,13 @@ def test_an_error_across_the_end_of_the_domain_is_infinite():
     assert math.isinf(float(found.stderr))
     nan = propagate(torch.sqrt, Estimate.exact(-1.0, method="x"), method="root")
     assert math.isinf(float(nan.truncation))
+
+
+def test_skewed_samples_make_the_interval_of_a_function_as_wide_as_their_own():
+    squares = torch.linspace(-2, 2, 12, dtype=torch.float64) ** 4
+    x = Estimate.of(squares, method="x", num_products=0)
+
+    found = propagate(lambda a: 2 * a, x, method="twice")
+
+    assert float(x.error()) > 1.1 * 2.201 * float(x.stderr)  # Student's 95 % quantile for 11
+    assert float(found.error()) == pytest.approx(2 * float(x.error()))

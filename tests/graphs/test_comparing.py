@@ -179,12 +179,12 @@ def test_heat_trace_agrees_with_the_eigenvalues(several):
 def test_heat_trace_of_a_small_graph_is_exact_up_to_its_truncation():
     graph = nx.karate_club_graph()
     values = graphs.eigenvalues(graph)
-    times = torch.tensor([1.0, 30.0, 300.0], dtype=torch.float64)
+    times = torch.logspace(-2, 2.5, 250, dtype=torch.float64)
     exact = torch.exp(-times[:, None] * values).mean(1)
     found = graphs.heat_trace(graph, times=times, num_moments=10)
     off = (found.mean - exact).abs()
-    assert bool((off <= found.truncation + 1e-12).all())
-    assert float(found.truncation[2]) > 0.1
+    assert bool((off <= found.truncation).all())  # at short times all of it is roundoff
+    assert float(found.truncation[-1]) > 0.1
     assert found.samples is None
 
 

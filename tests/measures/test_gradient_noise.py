@@ -133,3 +133,45 @@ def test_a_gradient_along_negative_curvature_has_no_critical_batch_size():
 def test_wrong_arguments_are_named(risk, options, match):
     with pytest.raises(ValueError, match=match):
         gradient_noise(risk, **options)
+
+
+def near_minimum(dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    x = torch.randn(40, 3, generator=seeded(0))
+    y = torch.tensor([1] + [0] * 39)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(150):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return Risk(model.to(dtype), functional.cross_entropy, (x.to(dtype), y), batch_size=20)
+
+
+def test_bars_near_a_minimum_hold_the_roundoff_of_gradients_that_cancel():
+    exact = gradient_noise(near_minimum(torch.float64))
+    found = gradient_noise(near_minimum(torch.float32))
+    cancellation = float(exact.variance) / float(exact.gradient_square)
+    assert cancellation > 100
+    for name in ("variance", "gradient_square", "along", "simple"):
+        ours, theirs = getattr(found, name), getattr(exact, name)
+        gap = abs(float(ours) - float(theirs))
+        assert 0 < gap <= float(ours.error(0.95)) < 0.01 * abs(float(theirs))
+
+
+def test_the_variance_of_two_samples_has_a_finite_error(samples):
+    x, y = samples
+    two = Risk(network(), functional.cross_entropy, (x[:2], y[:2]), batch_size=2)
+    found = gradient_noise(two)
+    assert float(found.variance.stderr) == 0
+    assert 0 < float(found.variance.error(0.95)) < 1e-12
+
+
+def test_a_gradient_lost_in_roundoff_has_no_noise_scale(samples):
+    x, _ = samples
+    # Every pair has both labels and the same outputs, so the gradients of a pair cancel.
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+    pairs = (x[:8].float().repeat(2, 1), torch.arange(16) // 8)
+    found = gradient_noise(Risk(model, functional.cross_entropy, pairs, batch_size=16))
+    assert math.isinf(float(found.simple.truncation)) or math.isnan(float(found.simple))

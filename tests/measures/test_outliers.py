@@ -7,8 +7,9 @@ import pytest
 import torch
 from curvature.networks import seeded
 
+from ritz.measures._bulk_edge import vector_errors
 from ritz.measures._sharpness import simple_eigenvalues, traces
-from ritz.spectra import lanczos_block
+from ritz.spectra import eigenpairs, lanczos_block
 from ritz.testing import with_spectrum
 
 DTYPES = [torch.float32, torch.float64]
@@ -133,3 +134,15 @@ def test_eigenvalue_missed_by_one_probe_is_sampled():
     runs = lanczos_block(op, num_steps=14, start=start, against=start)
     places = simple_eigenvalues(runs)
     assert float(runs[0].values[places[0]].max()) == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("rtol", [1e-2, 1e-3])
+def test_the_error_of_an_eigenvector_counts_eigenvalues_beside_the_wanted_ones(rtol):
+    # A single pair has no other wanted pair from which a gap could be taken.
+    values = torch.cat([torch.linspace(0, 9, 77), torch.tensor([9.2, 9.6, 10.0])]).double()
+    op = with_spectrum(values, generator=seeded(1))
+    leading = torch.linalg.eigh(op.matrix).eigenvectors[:, -1]
+    for seed in range(5):
+        pairs = eigenpairs(op, largest=1, rtol=rtol, certify="none", generator=seeded(seed))
+        sine = math.sqrt(max(0.0, 1 - float(leading @ pairs.vectors[:, 0]) ** 2))
+        assert sine <= float(vector_errors(pairs)[0])

@@ -50,6 +50,15 @@ def test_critical_sharpness_along_the_gradient_is_the_curvature_there():
     assert int(found.method.split()[0]) <= 16  # forward passes
 
 
+@pytest.mark.parametrize(("floor", "outcome"), [(0.0, "converged"), (1e13, "max_steps")])
+def test_a_tolerance_below_the_roundoff_of_the_loss_is_not_reached(floor, outcome):
+    found = critical_sharpness(quadratic([1.0, 2.0], floor=floor), rtol=1e-3)
+
+    assert found.status.outcome == outcome
+    assert abs(float(found) - 1.8) <= float(found.truncation)  # (1 + 8) / (1 + 4)
+    assert (float(found.truncation) <= 1e-3 * float(found)) == found.status.ok
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_critical_sharpness_finds_its_scale(scale):
     risk = quadratic([scale, 3 * scale])

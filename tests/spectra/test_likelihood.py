@@ -47,7 +47,7 @@ def test_the_gradient_of_the_form_is_that_of_dense(dtype):
     form = y @ torch.linalg.solve(op.matrix(), y)
     truth = torch.autograd.grad(form, tuple(wanted.values()))
     found, x = inverse_form(op, y, rtol=1e-4 if dtype == torch.float32 else 1e-7)
-    gradient = form_gradient(op, x, wanted, found)
+    gradient = form_gradient(op, y, x, wanted, found)
     for name, theirs in zip(wanted, truth, strict=True):
         size = float(theirs.abs().max())  # the residual is small beside the whole, not each entry
         ours = gradient[name].mean.to(dtype)
@@ -59,7 +59,7 @@ def test_an_unsolved_form_is_reported_and_has_no_gradient():
     found, x = inverse_form(op, y, max_steps=2, rank=3)
     assert found.status.outcome == "max_steps"
     with pytest.raises(NotConvergedError, match="1 systems not solved"):
-        form_gradient(op, x, op.parameters, found)
+        form_gradient(op, y, x, op.parameters, found)
 
 
 def test_any_matrix_has_a_form():
@@ -174,3 +174,20 @@ WRONG = {
 def test_misuse_names_the_argument(bad, kind, match):
     with pytest.raises(kind, match=match):
         log_likelihood(OP, **({"y": Y} | bad))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_gradient_of_the_form_is_within_its_truncation(dtype):
+    op, y = problem(n=120, dtype=dtype, noise=1e-2)
+    y.requires_grad_()
+    wanted = op.parameters | {"y": y}
+    form = y.double() @ torch.linalg.solve(op.matrix().double(), y.double())
+    truth = torch.autograd.grad(form, tuple(wanted.values()))
+    found, x = inverse_form(op, y, rtol=0.01, rank=5)
+
+    gradient = form_gradient(op, y, x, wanted, found, rank=5)
+
+    for name, exact in zip(wanted, truth, strict=True):
+        gap = (gradient[name].mean - exact).abs()
+        assert bool((gap <= gradient[name].truncation).all())
+        assert float(gradient[name].truncation.max()) < 0.1 * float(exact.abs().max())

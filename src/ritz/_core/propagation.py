@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ritz._core.results import Estimate, Status
+from ritz._core.results import Estimate, Status, skewed_stderr
 
 
 def propagate(
@@ -22,7 +22,9 @@ def propagate(
 
     Differences over the size of the errors are used instead of derivatives. The result is therefore
     also valid at a kink, and if the function is not linear within the error bars. The degrees of
-    freedom are those of Welch and Satterthwaite, for the entry where they are smallest.
+    freedom are those of Welch and Satterthwaite, for the entry where they are smallest. The result
+    has no samples, so the standard error of a part is larger if its samples are skewed, as its
+    interval is.
 
     Args:
         function: Takes the means in float64 and returns a tensor of any shape ``s``.
@@ -49,7 +51,8 @@ def propagate(
             rows.append(torch.where(size[entry] == 0, 0.0, change.amax(0)))
         return torch.stack(rows)
 
-    squares = [largest_change(i, part.stderr).square().sum(0) for i, part in enumerate(parts)]
+    sampled = [largest_change(i, skewed_stderr(part)) for i, part in enumerate(parts)]
+    squares = [change.square().sum(0) for change in sampled]
     fixed = torch.stack(
         [largest_change(i, part.truncation).sum(0) for i, part in enumerate(parts)]
     ).sum(0)

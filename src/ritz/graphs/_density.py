@@ -14,6 +14,7 @@ from ritz._core.density import as_points
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
+from ritz._core.sampling import ROUNDOFF
 from ritz.graphs._io import GraphLike, as_graph
 from ritz.graphs._jackknife import jackknife, leave_out
 from ritz.graphs._matrices import check_place, eigenvalues, laplacian, with_edges
@@ -344,7 +345,7 @@ def heat_trace(
     degree = len(graph.mean) - 1
     weights = heat_weights(times, degree)
     # e^-t (I_0(t) + 2 sum_k I_k(t)) = 1, so the missing weights are the truncation.
-    truncation = (1.0 - weights.abs().sum(1)).clamp_min(math.ulp(1.0))
+    truncation = (1.0 - weights.abs().sum(1)).clamp_min(0.0) + ROUNDOFF * math.ulp(1.0)
     samples = graph.samples @ weights.T
     about: Any = {
         "truncation": truncation,

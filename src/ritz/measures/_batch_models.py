@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 
-from ritz._core.results import Estimate, Status, format_uncertain, stderr
+from ritz._core.results import Estimate, Status, format_uncertain, skewed_stderr
 from ritz._core.storage import storable
 from ritz.measures._batch_subspace import Projections, choose_groups, draw_batches
 from ritz.measures._groups import share_of_variance
@@ -136,8 +135,10 @@ class SampleStatistics:
             num_products=self.num_products,
             seed=self.seed,
         )
-        error = stderr(gaps) * math.sqrt(self.projections.unseen)
-        return replace(estimate, stderr=error, degrees=len(gaps) - 1)
+        error = _error(gaps) * math.sqrt(self.projections.unseen)
+        return replace(
+            estimate, stderr=torch.tensor(error, dtype=torch.float64), degrees=len(gaps) - 1
+        )
 
     def _mean_outside(self, curvature: Tensor, complete: bool) -> Estimate:
         mean = float(curvature.mean()) if len(curvature) else 0.0
@@ -149,8 +150,11 @@ class SampleStatistics:
 
 
 def _error(samples: Tensor) -> float:
-    """Return the standard error of a mean."""
-    return float(stderr(samples))
+    """Return the standard error of a mean, larger if the samples are skewed.
+
+    A curve does not store its samples, from which an interval takes the skewness.
+    """
+    return float(skewed_stderr(Estimate.of(samples, method="mean", num_products=0)))
 
 
 # ------------------------------------------------------------------------------------------
@@ -201,19 +205,10 @@ def summarize(values: Tensor, overlaps: Tensor, changes: Tensor) -> tuple[Number
     # The slope takes one more degree of freedom.
     wider = math.sqrt((len(values) - 1) / (len(values) - 2)) if slope else 1.0
     return (
-        (float(adjusted.mean()), wider * _skewed_error(adjusted), 0.0),
+        (float(adjusted.mean()), wider * _error(adjusted), 0.0),
         (float(values.std()), _spread_error(values), 0.0),
-        (float(overlaps.mean()), _skewed_error(overlaps), 0.0),
+        (float(overlaps.mean()), _error(overlaps), 0.0),
     )
-
-
-def _skewed_error(samples: Tensor) -> float:
-    """Return a standard error of the mean that includes the skewness of the samples.
-
-    A :class:`BatchCurve` has no samples, so that its intervals cannot allow for skewness later.
-    """
-    estimate = Estimate.of(samples, method="mean", num_products=0)
-    return float(estimate.error(0.95)) / float(stdtrit(estimate.degrees, 0.975))
 
 
 def _spread_error(values: Tensor) -> float:

@@ -246,7 +246,9 @@ def check_pairs(pairs: Eigenpairs | Spectrum, num_parameters: int) -> Tensor:
 
 def vector_errors(pairs: Eigenpairs | Spectrum) -> Tensor:
     """Return bounds on the sine of the angle from each Ritz vector to its eigenvector, ``(m,)``."""
-    # sin(angle) <= |A u - theta u| / gap, with the gap to the nearest other Ritz value.
-    distances = (pairs.values[:, None] - pairs.values).abs().fill_diagonal_(math.inf)
-    gaps = distances.min(1).values
+    # sin(angle) <= |A u - theta u| / gap, with the gap to the nearest other eigenvalue.
+    gaps = pairs.gaps if isinstance(pairs, Eigenpairs) else None
+    if gaps is None:
+        distances = (pairs.values[:, None] - pairs.values).abs()
+        gaps = distances.fill_diagonal_(math.inf).amin(1)
     return (pairs.residuals / gaps).nan_to_num(nan=1.0).clamp(max=1.0)

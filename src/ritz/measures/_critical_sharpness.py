@@ -58,6 +58,7 @@ def critical_sharpness(
 
     Returns:
         An :class:`Estimate` whose truncation is half the width of the last interval. The status is
+        ``max_steps`` if roundoff of the loss does not allow an interval within ``rtol``, and
         ``uncertain`` if the loss does not fall along :math:`-u` (the mean is NaN), or falls at
         every learning rate tried (the mean is 0).
 
@@ -96,14 +97,14 @@ def critical_sharpness(
         low, high = (low, middle) if gap > 0 else (middle, high)
     # 2 / eta lies between 2 / high and 2 / low. Return their mean and half their distance.
     value, half = 1 / low + 1 / high, 1 / low - 1 / high
-    return Estimate.exact(
-        value,
-        truncation=half,
-        method=f"{passes} forward passes",
-        status=Status(
-            outcome="completed", message=f"the loss rises at a learning rate of {high:.3g}"
-        ),
+    found = is_below(half, rtol * value)
+    level = f"the loss does not change beyond roundoff from {low:.3g} to {high:.3g}"
+    status = Status(
+        outcome="converged" if found else "max_steps",
+        message=f"the loss rises at a learning rate of {high:.3g}" if found else level,
+        advice="" if found else "use precision='float64', or a larger rtol",
     )
+    return Estimate.exact(value, truncation=half, method=f"{passes} forward passes", status=status)
 
 
 def _bracket(rises: Callable[[float], float], rate: float) -> tuple[float, float]:

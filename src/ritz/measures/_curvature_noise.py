@@ -12,7 +12,14 @@ from ritz._core.checks import check_count, check_tensor, check_type, is_below
 from ritz._core.progress import Progress
 from ritz._core.propagation import propagate
 from ritz._core.random import resolve_generator
-from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate, stderr
+from ritz._core.results import (
+    Estimate,
+    Status,
+    format_uncertain,
+    plain_estimate,
+    skewed_stderr,
+    stderr,
+)
 from ritz._core.sampling import column_dots, column_norms
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
@@ -132,12 +139,20 @@ def curvature_variance(
     else:
         vectors = _unit_block(risk, along)
     groups = random_groups(risk, group_size, generator)
-    gaps = contrasts(groups, vectors, matrix, progress=progress)
-    # V = (N - 1)/N g/(M - 1) sum_j |y_j - mean|^2. The mean over contrasts divides by M - 1.
-    gaps *= group_size * (count - 1) / count
-    by_groups = gaps.mean(1) if along is None else gaps
+    gaps, roundoff = contrasts(groups, vectors, matrix, progress=progress)
+    # V = (N - 1)/N g/(M - 1) sum |y_j - mean|^2; the mean over contrasts divides by M - 1.
+    scale = group_size * (count - 1) / count
+    gaps, roundoff = scale * gaps, scale * roundoff
     whole = group_size == 1
-    error = torch.zeros(()) if whole else stderr(by_groups) * group_error_factor(groups, count)
+    # Few groups are skewed: V sums the squares of their deviations.
+    by_groups = Estimate.of(
+        gaps.mean(1) if along is None else gaps, method="groups", num_products=0
+    )
+    error = (
+        torch.zeros_like(by_groups.mean)
+        if whole
+        else skewed_stderr(by_groups) * group_error_factor(groups, count)
+    )
     method = "single samples" if whole else f"{groups.num_batches} random groups of {group_size}"
     if left := count % group_size:
         method += f", {left} of {count} samples left out at random"
@@ -147,12 +162,14 @@ def curvature_variance(
     estimate = make(
         gaps.mean(0),
         method=method,
+        truncation=roundoff.mean() if along is None else roundoff,
         num_products=num_vectors,
         status=Status(outcome="completed", message=f"{num_vectors} {kind}"),
         seed=None if whole and along is not None else generator.initial_seed(),
     )
     # Probes and groups are independent sources of error.
-    return replace(estimate, stderr=estimate.stderr.hypot(error.double()))
+    degrees = by_groups.degrees if along is not None and not whole else estimate.degrees
+    return replace(estimate, stderr=estimate.stderr.hypot(error), degrees=degrees)
 
 
 def batch_variance(

@@ -15,13 +15,19 @@ from ritz._core.checks import (
 from ritz._core.progress import Progress, tracking
 from ritz._core.propagation import propagate
 from ritz._core.random import resolve_generator
-from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate, stderr
+from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate
 from ritz._core.sampling import column_dots, inner_products
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, check_risk
 from ritz.measures._bulk_edge import check_pairs, vector_errors
-from ritz.measures._groups import choose_group_size, group_error_factor, random_groups
+from ritz.measures._groups import TUNING as GROUPS
+from ritz.measures._groups import (
+    choose_group_size,
+    contrast_roundoff,
+    group_error_factor,
+    random_groups,
+)
 from ritz.measures._landscape import check_direction
 from ritz.operators import LinearOperator
 from ritz.spectra import Eigenpairs, Spectrum, trace
@@ -159,9 +165,9 @@ def noise_of(
     # |g|^2 and g'Hg / |g|^2, for the signal
     gradient = risk.gradient()
     deviations = _Deviations(groups, progress)
-    product = column_dots(gradient[:, None], op.matmat(gradient[:, None]))
-    square = _exact(column_dots(gradient[:, None], gradient[:, None]), risk, "|g|^2")
-    along = _exact(product.cpu() / square.mean, risk, "g'Hg / |g|^2", products=1)
+    image = op.matmat(gradient[:, None])[:, 0]
+    square = _square(gradient, deviations)
+    along = _rayleigh(gradient, image, square)
     unseen = group_error_factor(groups, count)  # 0 for groups of one sample: Sigma is exact
     method = "single samples" if group_size == 1 else f"{groups.num_batches} random groups"
     variance = _variance(deviations, scale, unseen, method, generator)
@@ -179,7 +185,7 @@ def noise_of(
         variance=variance,
         gradient_square=square,
         along=along,
-        simple=propagate(torch.div, variance, square, method=f"tr Sigma / |g|^2, {method}"),
+        simple=propagate(_ratio, variance, square, method=f"tr Sigma / |g|^2, {method}"),
         curved=_curved(noise, along, square, method),
         matrix=op.matrix,
         num_samples=count,
@@ -194,15 +200,18 @@ class _Deviations:
 
     Attributes:
         count: Number of groups ``M``.
+        mean: Their mean gradient ``(P,)``, float64.
+        dtype: Data type of the gradients.
         contrasts: Terms ``(M - 1,)`` whose sum is the sum of the squared deviations.
         num_passes: Passes over the data so far. Each costs one gradient of all data.
     """
 
     def __init__(self, groups: Risk, progress: bool | Progress) -> None:
         self._groups, self._progress, self.num_passes = groups, progress, 0
+        self.dtype = groups.theta.dtype
         self.count = groups.num_batches
         theta = groups.theta
-        self._mean = torch.zeros_like(theta, dtype=torch.float64)
+        self.mean = torch.zeros_like(theta, dtype=torch.float64)
         fits = self.count * len(theta) <= TUNING.stored
         self._rows = theta.new_empty(self.count, len(theta)) if fits else None
         gaps = []
@@ -210,13 +219,13 @@ class _Deviations:
             if self._rows is not None:
                 self._rows[j - 1] = gradient
             # Welford: mean_j = mean_{j-1} + (y_j - mean_{j-1}) / j
-            step = gradient.double() - self._mean
+            step = gradient.double() - self.mean
             gaps.append(float(step.square().sum()) * ((j - 1) / j))
-            self._mean.add_(step, alpha=1 / j)
+            self.mean.add_(step, alpha=1 / j)
         # The sum of (j - 1)/j |y_j - mean_{j-1}|^2 is the sum of |y_j - mean|^2.
         self.contrasts = torch.tensor(gaps[1:], dtype=torch.float64)
         if self._rows is not None:
-            self._rows -= self._mean.to(theta)
+            self._rows -= self.mean.to(theta)
 
     def _pass(self) -> Iterator[Tensor]:
         self.num_passes += 1
@@ -231,16 +240,16 @@ class _Deviations:
         if self._rows is not None:
             return self._rows.T @ weights.to(self._rows)
         # D s = sum_j d_j s_j', one gradient at a time
-        total = self._mean.new_zeros(len(self._mean), weights.shape[1])
+        total = self.mean.new_zeros(len(self.mean), weights.shape[1])
         for row, gradient in zip(weights.double(), self._pass(), strict=True):
-            total.addr_(gradient.double() - self._mean, row.to(total))
+            total.addr_(gradient.double() - self.mean, row.to(total))
         return total.to(self._groups.theta)
 
     def project(self, block: Tensor) -> Tensor:
         """Return the inner products ``D'V`` with vectors ``V`` ``(P, k)``, of shape ``(M, k)``."""
         if self._rows is not None:
             return self._rows @ block
-        rows = [(gradient - self._mean.to(gradient)) @ block for gradient in self._pass()]
+        rows = [(gradient - self.mean.to(gradient)) @ block for gradient in self._pass()]
         return torch.stack(rows)
 
 
@@ -259,11 +268,32 @@ class _NoiseOperator(LinearOperator):
         return self._deviations.project(torch.cat(image, 1)).mul_(self._scale)
 
 
-def _exact(value: Tensor, risk: Risk, method: str, *, products: int = 0) -> Estimate:
-    # Sums of float32 gradients over batches have a relative roundoff of about sqrt(batches) eps.
-    size = value.reshape(()).double().cpu()
-    roundoff = 10 * torch.finfo(risk.theta.dtype).eps * size.abs()
-    return Estimate.exact(size, method=method, truncation=roundoff, num_products=products)
+def _square(gradient: Tensor, deviations: _Deviations) -> Estimate:
+    """Return the squared norm of the gradient."""
+    size = float(gradient.double().norm())
+    # The gradients of groups cancel near a minimum; roundoff is relative to their norms.
+    spread = float(deviations.contrasts.sum()) / deviations.count
+    off = GROUPS.roundoff * torch.finfo(gradient.dtype).eps * math.sqrt(size**2 + spread)
+    return Estimate.exact(size**2, method="|g|^2", truncation=2 * size * off + off**2)
+
+
+def _rayleigh(gradient: Tensor, image: Tensor, square: Estimate) -> Estimate:
+    """Return the curvature along the gradient, from the product ``Hg``."""
+    g, y = gradient.double(), image.double()
+    size, length = float(g.norm()), float(y.norm())
+    value = float(g @ y) / size**2 if size else math.nan
+    # The relative error e of g changes the quotient by 2 e |Hg - value g| / |g| to first order and
+    # by e^2 |H| to second; |Hg| / |g| stands for the norm.
+    off = float(square.truncation) / (2 * size**2) if size else math.inf
+    tilt = float((y - value * g).norm())
+    eps = GROUPS.roundoff * torch.finfo(gradient.dtype).eps
+    error = (2 * off * tilt + (off**2 + eps) * length) / size if off < 1 else math.inf
+    return Estimate.exact(value, method="g'Hg / |g|^2", truncation=error, num_products=1)
+
+
+def _ratio(top: Tensor, size: Tensor) -> Tensor:
+    # Within its error the denominator must not reach zero.
+    return torch.where(size > 0, top / size, torch.nan)
 
 
 def _variance(
@@ -274,15 +304,21 @@ def _variance(
     generator: torch.Generator,
 ) -> Estimate:
     # The mean of M - 1 contrasts is the sum over groups divided by M - 1.
-    samples = deviations.contrasts * (scale * (deviations.count - 1))
+    gaps = deviations.contrasts
+    samples = gaps * (scale * (deviations.count - 1))
+    square = torch.tensor(float(deviations.mean.square().sum()), dtype=torch.float64)
+    roundoff = contrast_roundoff(gaps, square, deviations.dtype) * (scale * len(gaps))
     estimate = Estimate.of(
         samples,
         method=f"variance of the gradients of {method}",
         num_products=0,
+        truncation=roundoff,
         status=Status(outcome="completed", message=f"{deviations.count} groups"),
         seed=generator.initial_seed(),
     )
-    return replace(estimate, stderr=stderr(samples) * unseen)
+    # A single contrast has no standard error, but that of two samples is exact.
+    error = estimate.stderr * unseen if unseen else torch.zeros_like(estimate.stderr)
+    return replace(estimate, stderr=error)
 
 
 def _curved(noise: Estimate, along: Estimate, square: Estimate, method: str) -> Estimate:
@@ -298,7 +334,7 @@ def _curved(noise: Estimate, along: Estimate, square: Estimate, method: str) -> 
             Estimate.exact(nan, method="tr(H Sigma) / g'Hg", status=status), truncation=unknown
         )
     return propagate(
-        lambda top, rayleigh, size: top / (rayleigh * size),
+        lambda top, rayleigh, size: _ratio(top, rayleigh * size),
         noise,
         along,
         square,
@@ -398,7 +434,9 @@ def gradient_overlap(
     # The curvature along the gradient is g'Hg / |g|^2. Its part in the span of the eigenvectors is
     # sum_i lambda_i (phi_i'g)^2 / |g|^2.
     column = unit[:, None]
-    curvature = float(column_dots(column, curvature_operator(risk, matrix).matmat(column)))
+    image = curvature_operator(risk, matrix).matmat(column)
+    curvature = float(column_dots(column, image))
+    roundoff = GROUPS.roundoff * torch.finfo(unit.dtype).eps * float(image.double().norm())
 
     def exact(value: float | Tensor, truncation: float | Tensor, products: int = 0) -> Estimate:
         return Estimate.exact(
@@ -409,7 +447,7 @@ def gradient_overlap(
         values=values,
         overlaps=exact(overlaps, slack),
         share=exact(float(overlaps.sum()), float(slack.sum())),
-        curvature=exact(curvature, 0.0, 1),
+        curvature=exact(curvature, roundoff, 1),
         explained=exact(float(values @ overlaps), float(values.abs() @ slack)),
         gradient_norm=norm,
         matrix=matrix,

@@ -26,6 +26,10 @@ class Tuning:
     # Default number of groups. The relative error of the standard error is then 1 / sqrt(2 * 127),
     # or 6 %.
     num_groups: int = 128
+    # Roundoff in a gradient or product of a network, in units of machine precision. The errors in
+    # float32 are up to 6 units for networks with one hidden layer. They are larger if the outputs
+    # of the model cancel, as the probabilities of well-fitted samples do.
+    roundoff: float = 16.0
 
 
 TUNING = Tuning()
@@ -110,28 +114,47 @@ def contrasts(
     *,
     root: float | Tensor = 1.0,
     progress: bool | Progress = False,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\frac{j-1}{j} \|y_j - \bar y_{j-1}\|^2` of groups, ``(M - 1, k)``.
 
     Here :math:`y_j = R H_j v`, and ``root`` ``(P, 1)`` is the diagonal of the matrix :math:`R`.
     The sum of the contrasts is :math:`\sum_j \|y_j - \bar y\|^2`, computed in one pass and without
     cancellation (Welford). For random groups, the contrasts have equal means and are uncorrelated
-    to first order.
+    to first order. Also return the roundoff of their mean, ``(k,)``.
     """
     blocks, done = vectors.split(TUNING.block, 1), 0
     parts: list[Tensor] = []
+    means: list[Tensor] = []
     with tracking(progress, "curvature of groups", len(blocks) * groups.num_batches) as bar:
         for block in blocks:
             mean = torch.zeros_like(block, dtype=torch.float64)
-            gaps = []
+            terms = []
             for j, (_, product) in enumerate(batch_products(groups, block, matrix=matrix), start=1):
                 # mean_j = mean_{j-1} + (y_j - mean_{j-1}) / j
                 step = (root * product).double() - mean
-                gaps.append(column_dots(step, step) * ((j - 1) / j))
+                terms.append(column_dots(step, step) * ((j - 1) / j))
                 mean.add_(step, alpha=1 / j)
                 done += 1
                 bar.update(done)
             # The first contrast is zero: a single group has no deviation from its mean.
-            parts.append(torch.stack(gaps[1:]).cpu())
+            parts.append(torch.stack(terms[1:]).cpu())
+            means.append(column_dots(mean, mean).cpu())
             check_samples(parts[-1].T, sum(part.shape[1] for part in parts[:-1]))
-    return torch.cat(parts, 1)
+    gaps = torch.cat(parts, 1)
+    return gaps, contrast_roundoff(gaps, torch.cat(means), vectors.dtype)
+
+
+def contrast_roundoff(gaps: Tensor, mean_square: Tensor, dtype: torch.dtype) -> Tensor:
+    r"""Return the roundoff of the mean of contrasts ``(M - 1, k)``, ``(k,)``.
+
+    Args:
+        gaps: The contrasts, with the sum :math:`S = \sum_j \|y_j - \bar y\|^2`.
+        mean_square: :math:`\|\bar y\|^2`, ``(k,)``.
+        dtype: Data type in which the :math:`y_j` were computed.
+    """
+    total = gaps.sum(0)
+    # If each y_j is off by eps |y_j|, the root of S is off by at most eps times that of
+    # sum_j |y_j|^2 = S + M |mean|^2.
+    size = (total + (len(gaps) + 1) * mean_square).sqrt()
+    off = TUNING.roundoff * torch.finfo(dtype).eps * size
+    return (2 * total.sqrt() * off + off.square()) / len(gaps)

@@ -132,7 +132,9 @@ def preconditioned_curvature(
     # V = (N - 1)/N g/(M - 1) sum_j |y_j - mean|^2 with y_j = D^{-1/2} H_j D^{-1/2} phi. The M - 1
     # contrasts have the same sum, so their mean divides by M - 1.
     vectors = check_pairs(pairs, risk.space.size)
-    gaps = contrasts(groups, root * vectors[:, -1:], matrix, root=root)[:, 0]
-    samples = gaps * (size * (count - 1) / count)
-    along = Estimate.of(samples, method=f"{groups.num_batches} random groups", num_products=1)
+    gaps, roundoff = contrasts(groups, root * vectors[:, -1:], matrix, root=root)
+    scale = size * (count - 1) / count
+    method = f"{groups.num_batches} random groups"
+    samples, off = scale * gaps[:, 0], scale * roundoff[0]
+    along = Estimate.of(samples, truncation=off, method=method, num_products=1)
     return top, replace(along, stderr=stderr(samples) * group_error_factor(groups, count))

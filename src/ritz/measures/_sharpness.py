@@ -16,6 +16,7 @@ from ritz._core.journal import Journal, Parts
 from ritz._core.progress import Progress, Stages, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, plain_estimate
+from ritz._core.sampling import ROUNDOFF
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary, check_risk
@@ -327,7 +328,10 @@ def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: A
         Estimate.of(row, method=method, num_products=num_products, seed=seed) for row in samples
     )
     known, note = exact(op, "trace")
-    whole = first if known is None else Estimate.exact(known, method=f"exact, by {note}")
+    whole = first
+    if known is not None:
+        roundoff = ROUNDOFF * torch.finfo(op.dtype).eps * abs(known)
+        whole = Estimate.exact(known, method=f"exact, by {note}", truncation=roundoff)
     # |H| is the largest |theta|, up to its residual |H u - theta u|.
     values, residuals = (
         torch.cat([getattr(run, k) for run in runs]) for k in ("values", "residuals")

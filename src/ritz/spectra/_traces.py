@@ -106,8 +106,9 @@ def frobenius_norm(
 ) -> Estimate:
     r"""Estimate the Frobenius norm, from :math:`\|A\|_F^2 = \mathbb{E} \|A z\|^2`.
 
-    Cost: one product per probe. ``samples`` holds the norms :math:`\|A z\|`. If ``num_probes``
-    is at least ``n``, products with unit vectors give the exact norm.
+    Cost: one product per probe. ``samples`` holds :math:`\|A z\|^2` divided by the estimate, which
+    is their mean. If ``num_probes`` is at least ``n``, products with unit vectors give the exact
+    norm.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
@@ -131,12 +132,15 @@ def frobenius_norm(
             method="root of the mean of |A z|^2", num_products=len(squares.values), truncation=0.0,
             seed=seed,
         )  # fmt: skip
-        # d sqrt(s) = ds / (2 sqrt(s))
+        # d sqrt(s) = ds / (2 sqrt(s)). The samples s_l / sqrt(s), whose mean is sqrt(s), are as
+        # skewed as the squares; norms are not, and their intervals would be too short.
         mean = estimate.mean.sqrt()
         error = estimate.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
         root = replace(estimate, mean=mean, stderr=error, truncation=_eps(op) * mean)
-        root = root if samples.complete else doubt_equal_samples(root)
-        return replace(root.scaled(unit), samples=None if samples.complete else samples.values)
+        if not samples.complete:
+            parts = squares.values / mean if mean > 0 else squares.values
+            root = doubt_equal_samples(replace(root, samples=parts))
+        return root.scaled(unit)
 
     return plan.run(op, measure, finish, generator=generator, progress=progress, label="norm")
 
@@ -332,9 +336,11 @@ def diagonal(
 
     ``exact`` uses the entries that the operator has and needs no product. ``probes`` is a random
     estimate: one product per probe, with variance :math:`\sum_{j \ne i} A_{ij}^2` for Rademacher
-    probes. ``auto`` is ``exact`` if possible. If ``num_probes`` is at least ``n``, products with
-    unit vectors give the exact diagonal. Memory: 4 blocks of ``block_size`` vectors and 3 vectors,
-    half of them in float64. The samples are not stored.
+    probes. Gaussian probes are averaged with weights, :math:`\sum_l z_{il} (A z_l)_i / \sum_l
+    z_{il}^2`, so that :math:`A_{ii}` itself adds no error. ``auto`` is ``exact`` if possible. If
+    ``num_probes`` is at least ``n``, products with unit vectors give the exact diagonal. Memory: 6
+    blocks of ``block_size`` vectors and 4 vectors, half of them in float64. The samples are not
+    stored.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
@@ -368,9 +374,9 @@ def diagonal(
             while running.count < goal:
                 width = min(plan.width(op), goal - running.count)
                 block = draw_probes(op, width, kind=probe, generator=generator)
-                samples = block * op.matmat(block)
-                check_samples(samples.T, running.count)
-                running.add(samples.double())
+                product = op.matmat(block)
+                check_samples(product.T, running.count)
+                running.add(block, product)
                 bar.update(running.count)
             estimate = running.estimate("mean of z * (A z)" + reason, seed)
             # z_i (A z)_i is linear in the other signs: it is constant, or no value has a
@@ -382,7 +388,13 @@ def diagonal(
 
 
 class _Running:
-    """Running mean and squared deviations of columns (Chan, Golub and LeVeque 1983).
+    r"""Running regression of :math:`y_i = (A z)_i` on :math:`z_i` without an intercept, by rows.
+
+    The slope :math:`b = \sum z y / \sum z^2` estimates the diagonal, from sums that are merged as
+    Chan, Golub and LeVeque (1983) merge means. Given :math:`z_i`, :math:`y_i - A_{ii} z_i` has mean
+    zero and a variance that does not depend on :math:`z_i`. So the interval of the slope with
+    :math:`d - 1` degrees of freedom is exact for Gaussian probes. For random signs the slope is the
+    mean of :math:`z y`.
 
     In float64 and in units of a power of two, because squares of small or large numbers leave the
     range.
@@ -391,25 +403,27 @@ class _Running:
     def __init__(self, op: LinearOperator) -> None:
         self.op, self.count, self.unit = op, 0, 1.0
         self.mean = torch.zeros(op.shape[0], dtype=torch.float64, device=op.device)
-        self.deviations, self.magnitude = torch.zeros_like(self.mean), torch.zeros_like(self.mean)
+        self.weight, self.deviations, self.magnitude = (torch.zeros_like(self.mean) for _ in "123")
 
-    def add(self, samples: Tensor) -> None:
+    def add(self, block: Tensor, product: Tensor) -> None:
+        """Add probes ``(n, k)`` and their products."""
         if not self.count:
-            self.unit = power_of_two(samples)
-        samples, new = samples / self.unit, samples.shape[1]
-        mean = samples.mean(1)
-        total = self.count + new
+            self.unit = power_of_two(product)
+        z, y = block.double(), product.double() / self.unit
+        weight = z.square().sum(1)
+        mean = (z * y).sum(1) / weight
+        total = self.weight + weight
         gap = mean - self.mean
-        # M2 = M2_a + M2_b + (mean_b - mean_a)^2 n_a n_b / (n_a + n_b)
-        self.deviations += (samples - mean[:, None]).square_().sum(1)
-        self.deviations += gap.square() * (self.count * new / total)
-        self.mean = self.mean + gap * (new / total)
-        self.magnitude = torch.maximum(self.magnitude, samples.abs().amax(1))
-        self.count = total
+        # M2 = M2_a + M2_b + (mean_b - mean_a)^2 w_a w_b / (w_a + w_b)
+        self.deviations += (y - mean[:, None] * z).square_().sum(1)
+        self.deviations += gap.square() * (self.weight * weight / total)
+        self.mean = self.mean + gap * (weight / total)
+        self.magnitude = torch.maximum(self.magnitude, y.abs().amax(1))
+        self.weight, self.count = total, self.count + block.shape[1]
 
     def estimate(self, method: str, seed: int) -> Estimate:
         dtype = self.op.dtype
-        error = (self.deviations / (self.count - 1) / self.count).sqrt()
+        error = (self.deviations / (self.count - 1) / self.weight).sqrt()
         return Estimate(
             mean=(self.unit * self.mean).to(dtype),
             stderr=(self.unit * error).to(dtype),

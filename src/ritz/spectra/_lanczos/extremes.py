@@ -93,6 +93,9 @@ class Eigenpairs(LanczosResult):
         residuals: :math:`\|A u_k - \theta_k u_k\|` including roundoff, ``(k,)``. An eigenvalue lies
             within this distance of each value.
         roundoff: The part of each residual that is roundoff.
+        gaps: Distances to the nearest other eigenvalue, ``(k,)``, as far as the other Ritz values
+            of the run and their residuals show: zero if they do not exclude a close one. ``None``
+            in older files.
         vectors: Eigenvectors :math:`u_k` as columns, ``(n, k)``, or ``None``. With a spread basis:
             the rows of this process.
         dimension: Order ``n`` of the operator.
@@ -104,6 +107,8 @@ class Eigenpairs(LanczosResult):
         seed: Seed of the start vector, ``None`` if the caller gave one.
         status: Whether all wanted pairs have converged.
     """
+
+    gaps: Tensor | None = None
 
     def __str__(self) -> str:
         lines = [
@@ -213,12 +218,20 @@ def eigenpairs(
         values=values[chosen],
         residuals=residuals[chosen] + roundoff,
         roundoff=roundoff,
+        gaps=_gaps(values, residuals + roundoff)[chosen],
         vectors=search.run.basis.combine(coefficients[:, chosen]).T if vectors else None,
         num_products=search.spent,
         seed=search.seed if start is None else None,
         status=status,
         **saved.facts,
     )
+
+
+def _gaps(values: Tensor, residuals: Tensor) -> Tensor:
+    """Return distances from Ritz values to the nearest eigenvalue that another one stands for."""
+    # There is an eigenvalue within the residual of each Ritz value.
+    distances = (values[:, None] - values).abs() - residuals
+    return distances.fill_diagonal_(math.inf).amin(1).clamp_min(0.0)
 
 
 # ------------------------------------------------------------------------------------------
