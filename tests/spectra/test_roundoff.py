@@ -188,3 +188,18 @@ def test_a_norm_by_unit_vectors_is_within_its_error_for_entries_of_one_size():
     estimate = ritz.frobenius_norm(hidden((signs * eigenvalues / 256) @ signs), rtol=1e-3)
 
     assert holds(estimate, math.sqrt(math.fsum((eigenvalues**2).tolist())))
+
+
+@pytest.mark.parametrize("method", ["xtrace", "hutch++"])
+def test_a_trace_of_millions_of_float32_rows_holds_its_roundoff(method):
+    # Sums of torch over 2 million rows lose four digits of those that float32 has.
+    u = torch.rand(2_000_000, 1, generator=torch.Generator().manual_seed(1))
+    u /= float(u.double().norm())
+
+    def product(block):
+        return 100 * u * (u.double() * block).sum(0).float()
+
+    op = FunctionOperator(product, n=len(u), dtype=torch.float32)
+    estimate = ritz.trace(op, method=method, num_probes=4)
+
+    assert float(estimate.mean) == pytest.approx(100, abs=4e-4)

@@ -12,13 +12,6 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, Probed, draw_probes
 from ritz._core.results import Estimate
 
-# Entries per step of column_dots: small enough that the elementwise product stays in cache.
-CHUNK = 2**17
-# Rows per product of inner_products, and products per step. torch sums thin products row by row: in
-# float32, the squared norm of 15 million random entries is 2.6 % too small, and that of 40 million
-# equal ones 34 %. With 256 rows the error of these is 1e-6, and the time the same.
-ROWS, PRODUCTS = 2**8, 2**10
-
 # Error of a sum of products, in units of machine precision. In the table of docs/intervals.md the
 # errors of exact values are at most 2, except for the star graph, whose long row of ones gives 6.
 ROUNDOFF = 8.0
@@ -30,34 +23,6 @@ FEWEST = 6
 # With FEWEST to ALIKE - 1 samples the error is unknown only if the samples are equal to six digits.
 # With ALIKE samples or more, equal samples count as exact, since 0.75^11 < 0.05.
 ALIKE, SAME = 11, 1e-6
-
-
-def column_dots(left: Tensor, right: Tensor) -> Tensor:
-    r"""Return the inner products of columns :math:`\sum_i x_{il} y_{il}`, ``(k,)``, in float64."""
-    rows = max(1, CHUNK // max(1, left.shape[1]))
-    # In float64, because the rounding error of a float32 sum would look like sampling error.
-    total = torch.zeros(left.shape[1], dtype=torch.float64, device=left.device)
-    for x, y in zip(left.split(rows), right.split(rows), strict=True):
-        total += (x.double() * y).sum(0)
-    return total
-
-
-def column_norms(block: Tensor) -> Tensor:
-    """Return the norms of columns, ``(k,)``, in float64."""
-    return column_dots(block, block).sqrt()
-
-
-def inner_products(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``X'Y`` of ``X``, ``(n, k)``, and ``Y``, ``(n, l)`` or ``(n,)``, in float64."""
-    if right.ndim == 1:
-        return inner_products(left, right[:, None])[:, 0]
-    whole = len(left) - len(left) % ROWS
-    total = left[whole:].double().T @ right[whole:].double()
-    for start in range(0, whole, ROWS * PRODUCTS):
-        stop = min(whole, start + ROWS * PRODUCTS)
-        x, y = (block[start:stop].unflatten(0, (-1, ROWS)) for block in (left, right))
-        total += (x.mT @ y).sum(0, dtype=torch.float64)
-    return total
 
 
 Finish = Callable[["Samples"], Estimate]

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import column_norms, inner_products, orthonormalize
 from ritz._core.checks import check_count, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, plain_estimate
-from ritz._core.sampling import column_norms, inner_products
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, EngineName
@@ -433,7 +433,7 @@ def _basis(
     # Take the largest eigenvalues only: the equation is for the largest one.
     chosen = pairs.values.argsort(descending=True)[:num_vectors]
     # With partial re-orthogonalisation, Ritz vectors are orthogonal only to the root of roundoff.
-    basis = torch.linalg.qr(vectors[:, chosen.to(vectors.device)])[0]
+    basis, _ = orthonormalize(vectors[:, chosen.to(vectors.device)])
     first = chosen[0]
     lambda_max = Estimate.exact(
         pairs.values[first],
@@ -462,7 +462,7 @@ def _projections(
         probes -= basis @ inner_products(basis, probes).to(probes)
     # If the probes span the whole complement, orthonormal ones have an exact mean.
     complete = num_probes == len(basis) - basis.shape[1]
-    probes = torch.linalg.qr(probes)[0] if complete else probes / column_norms(probes).to(probes)
+    probes = orthonormalize(probes)[0] if complete else probes / column_norms(probes).to(probes)
     groups, count = random_groups(risk, group_size, generator), sum(risk.batch_rows)
     return project(groups, basis, probes, matrix=matrix, num_samples=count, progress=progress)
 

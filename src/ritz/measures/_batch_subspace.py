@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import column_dots, inner_products
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress, tracking
-from ritz._core.sampling import check_samples, column_dots, inner_products
+from ritz._core.sampling import check_samples
 from ritz.curvature import Risk
 from ritz.curvature._shared import CurvatureMatrix, batch_products
 from ritz.measures._groups import share_of_variance

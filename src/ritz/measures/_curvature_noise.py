@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import column_dots, column_norms
 from ritz._core.checks import check_count, check_tensor, check_type, is_below
 from ritz._core.progress import Progress
 from ritz._core.propagation import propagate
@@ -20,7 +21,6 @@ from ritz._core.results import (
     skewed_stderr,
     stderr,
 )
-from ritz._core.sampling import column_dots, column_norms
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, check_risk

@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import column_dots, inner_products
 from ritz._core.checks import (
     check_count,
     is_below,
@@ -16,7 +17,6 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.propagation import propagate
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate
-from ritz._core.sampling import column_dots, inner_products
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, check_risk

@@ -8,11 +8,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import column_dots
 from ritz._core.checks import check_count
 from ritz._core.distributed import world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes
-from ritz._core.sampling import check_samples, column_dots
+from ritz._core.sampling import check_samples
 from ritz.curvature import Risk
 from ritz.curvature._shared import CurvatureMatrix, batch_products, check_risk
 

@@ -6,9 +6,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import inner_products
 from ritz._core.checks import check_finite, check_range, check_tensor, check_type, is_below
 from ritz._core.distributed import Group, all_sum, world_size
-from ritz._core.sampling import inner_products
 from ritz.operators._base import (
     LinearOperator,
     WrappingOperator,

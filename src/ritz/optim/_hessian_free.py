@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from ritz._core.blocks import inner_products
 from ritz._core.checks import check_choice, check_count, check_range, check_type, is_below
 from ritz._core.params import check_setting
 from ritz._core.results import AsymmetryError
-from ritz._core.sampling import inner_products
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import ShiftedOperator
 from ritz.optim._curvature import (

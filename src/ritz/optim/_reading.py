@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from ritz._core.blocks import inner_products
 from ritz._core.checks import check_finite, check_tensor
 from ritz._core.params import check_optimizer, parameters
-from ritz._core.sampling import inner_products
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature import optimizer_risk

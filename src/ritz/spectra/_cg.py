@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import column_dots
 from ritz._core.checks import check_count, check_finite, check_range, check_tensor, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.results import AsymmetryError, HasStatus, Status, power_of_two
-from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.operators import FunctionOperator, LinearOperator, OperatorLike, as_operator
 from ritz.spectra._positive_definite import NotPositiveDefiniteError

@@ -8,11 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import column_dots
 from ritz._core.checks import check_choice, check_finite, check_tensor
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
-from ritz._core.sampling import ROUNDOFF, column_dots
+from ritz._core.sampling import ROUNDOFF
 from ritz.operators import KernelOperator, LinearOperator, OperatorLike, as_operator
 from ritz.spectra._cg import solve
 from ritz.spectra._functions import logdet

@@ -10,11 +10,12 @@ import torch
 from numpy.polynomial import chebyshev, legendre
 from torch import Tensor
 
+from ritz._core.blocks import column_dots
 from ritz._core.checks import check_choice, check_count, check_interval, is_below
 from ritz._core.progress import Progress
 from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate, HasStatus, Status
-from ritz._core.sampling import ROUNDOFF, Samples, Sampling, column_dots
+from ritz._core.sampling import ROUNDOFF, Samples, Sampling
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._lanczos import Bounds, bounds

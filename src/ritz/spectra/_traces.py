@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import column_dots, inner_products, orthonormalize
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, draw_probes, resolve_generator
@@ -17,7 +18,6 @@ from ritz._core.sampling import (
     Samples,
     Sampling,
     check_samples,
-    column_dots,
     doubt_equal_samples,
     is_settled,
 )
@@ -205,14 +205,14 @@ def _hutchinson(
     if rank:
         image = op.matmat(draw_probes(op, rank, kind=plan.probe, generator=generator))
         check_samples(image.T, 0)
-        basis = torch.linalg.qr(image).Q
+        basis, _ = orthonormalize(image)
         product = op.matmat(basis)
         inside = float(column_dots(basis, product).sum())
         magnitude = float(_norms(product).sum())  # larger than the sum, whose terms may cancel
 
     def measure(block: Tensor) -> Tensor:
         # tr A = tr Q'AQ + tr PAP with P = I - QQ': the first term exactly, the second by probes P z
-        rest = block if basis is None else block - basis @ (basis.T @ block)
+        rest = block if basis is None else block - basis @ inner_products(basis, block).to(block)
         return _forms(rest, op.matmat(rest))
 
     def finish(samples: Samples) -> Estimate:
@@ -284,7 +284,7 @@ def _leave_one_out(op: LinearOperator, omega: Tensor, image: Tensor) -> tuple[Te
     n, count = omega.shape
     basis: Tensor
     factor: Tensor
-    basis, factor = torch.linalg.qr(image)
+    basis, factor = orthonormalize(image)
     # Only directions matter, so R is scaled: then neither R nor its inverse overflows.
     factor = factor.double() / factor.abs().max().double().clamp_min(1e-300)
     # If A has low rank, R has zeros on its diagonal. Replace them: any direction in the kernel will
@@ -297,9 +297,9 @@ def _leave_one_out(op: LinearOperator, omega: Tensor, image: Tensor) -> tuple[Te
     left_out = torch.linalg.solve_triangular(factor.T, identity, upper=False)
     left_out = (left_out / left_out.norm(dim=0)).to(op.dtype)
     product = op.matmat(basis)
-    inner = basis.T @ product
+    inner = inner_products(basis, product).to(op.dtype)
     # (I - Q_i Q_i') omega_i with Q_i Q_i' = Q (I - s_i s_i') Q', and A times it without a product.
-    overlap = basis.T @ omega
+    overlap = inner_products(basis, omega).to(op.dtype)
     overlap = overlap - left_out * (left_out * overlap).sum(0)
     rest, rest_image = omega - basis @ overlap, image - product @ overlap
     # Gaussian probes are rescaled to the sphere of the complement, of dimension n - (count - 1).

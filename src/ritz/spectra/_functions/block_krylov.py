@@ -15,6 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import column_norms, inner_products, orthonormalize
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import draw_probes, probes
@@ -90,8 +91,8 @@ class Space:
             shape, kind="gaussian", generator=generator, dtype=dtype, device=basis.device
         )
         for _ in range(2):  # twice is enough (Kahan, in Parlett 1980)
-            drawn -= basis @ (basis.T @ drawn)
-        unit: Tensor = drawn / drawn.norm(dim=0)
+            drawn -= basis @ inner_products(basis, drawn).to(dtype)
+        unit: Tensor = drawn / column_norms(drawn).to(dtype)
         return unit
 
 
@@ -121,7 +122,7 @@ def block_krylov(
     basis = torch.empty(n, dimension, dtype=op.dtype, device=op.device)
     projected = torch.zeros(dimension, dimension, dtype=torch.float64)
     drawn = draw_probes(op, min(width, dimension), kind="gaussian", generator=generator)
-    block: Tensor = torch.linalg.qr(drawn).Q
+    block, _ = orthonormalize(drawn)
     filled, norm, coupling = 0, 0.0, torch.zeros(0, 0, dtype=torch.float64)
     while True:
         size = block.shape[1]
@@ -130,11 +131,11 @@ def block_krylov(
         # A V_j - Q (Q'A V_j), orthogonalised twice; Q'A V_j is a block column of T.
         product = op.matmat(block)
         check_samples(product.T, filled)
-        overlap = space.T @ product
-        product = product - space @ overlap
-        again = space.T @ product
-        product -= space @ again
-        projected[: filled + size, filled : filled + size] = (overlap + again).double().cpu()
+        overlap = inner_products(space, product)
+        product = product - space @ overlap.to(op.dtype)
+        again = inner_products(space, product)
+        product -= space @ again.to(op.dtype)
+        projected[: filled + size, filled : filled + size] = (overlap + again).cpu()
         norm = max(norm, float(projected[: filled + size, filled : filled + size].norm()))
         # T is symmetric: the part of A V_j along the previous block is the transposed coupling.
         if filled:
@@ -161,12 +162,12 @@ def _check_symmetric(gap: float, size: float, op: LinearOperator) -> None:
 
 def _orthonormal(product: Tensor, space: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the next block V and the coupling B of ``product = V B``."""
-    block, coupling = torch.linalg.qr(product)
+    block, coupling = orthonormalize(product)
     # Columns of small norm have lost their orthogonality to the space, so orthogonalise again.
     # Columns of norm zero become arbitrary directions outside of the space.
     for _ in range(2):
-        block = block - space @ (space.T @ block)
-        block, factor = torch.linalg.qr(block)
+        block = block - space @ inner_products(space, block).to(block)
+        block, factor = orthonormalize(block)
         coupling = factor @ coupling
     return block[:, :width].contiguous(), coupling[:width].double().cpu()
 
@@ -233,11 +234,15 @@ class SchurOperator(LinearOperator):
 
     def _matmat(self, block: Tensor) -> Tensor:
         # P (A - V C V') P x + filling Q Q'x
-        outside = self.basis.T @ block
+        outside = inner_products(self.basis, block).to(block)
         inside = block - self.basis @ outside
         product = self.op.matmat(inside)
-        product = product - self.block @ (self.correction @ (self.block.T @ inside))
-        return product - self.basis @ (self.basis.T @ product - self.filling * outside)
+        product = product - self.block @ (
+            self.correction @ inner_products(self.block, inside).to(block)
+        )
+        return product - self.basis @ (
+            inner_products(self.basis, product).to(block) - self.filling * outside
+        )
 
 
 def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Estimate:

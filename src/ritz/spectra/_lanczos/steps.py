@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import column_dots
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress
 from ritz._core.random import draw_probes, resolve_generator
 from ritz._core.results import AsymmetryError
-from ritz._core.sampling import column_dots
 from ritz.operators import LinearOperator
 from ritz.spectra._lanczos.recurrence import (
     TUNING,

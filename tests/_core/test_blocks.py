@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ritz._core.sampling import ROWS, column_norms, inner_products
+from ritz._core.blocks import ROWS, column_norms, inner_products, orthonormalize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -28,3 +28,16 @@ def test_long_vectors_in_float32_keep_six_digits():
 
     assert float(inner_products(ones, ones)) == pytest.approx(4e5, rel=2e-6)
     assert float(column_norms(ones)) == pytest.approx(4e5**0.5, rel=2e-6)
+
+
+@pytest.mark.parametrize("rank", [3, 1, 0])
+def test_an_orthonormal_basis_of_long_columns_is_orthonormal_to_roundoff(rank):
+    block = torch.rand(2_000_000, 3, generator=torch.Generator().manual_seed(0))
+    block[:, rank:] = block[:, :1] if rank else 0
+
+    basis, factor = orthonormalize(block)
+
+    gram = basis.double().T @ basis.double()
+    assert (gram - torch.eye(3)).abs().max() < 1e-6  # qr in float32: 1e-4
+    assert torch.equal(factor, factor.triu())
+    assert (basis.double() @ factor.double() - block).norm() <= 1e-6 * block.double().norm()
