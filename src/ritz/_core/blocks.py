@@ -45,8 +45,11 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:
 
 def orthonormalize(block: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``Q`` with orthonormal columns, and upper triangular ``R``, of block = QR."""
+    basis: Tensor
+    factor: Tensor
     if block.dtype == torch.float64 or len(block) < 2 * TALL or block.shape[1] > TALL:
-        return torch.linalg.qr(block)
+        basis, factor = torch.linalg.qr(block)
+        return basis, factor
     # LAPACK sums row by row as well: in float32, the columns of Q have norms of 1.0002 if they have
     # 4 million rows. So decompose pieces, and then their triangles: [Q_i R_i] = [Q_i] Q R.
     pieces = [torch.linalg.qr(piece) for piece in block.tensor_split(len(block) // TALL)]
