@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
         (0, 1, None, "size must be at least 1, got 0"),
         (3, None, 2, "size must be at most 2, got 3"),
         (3, 1, 2, "size must be between 1 and 2, got 3"),
-        (float("nan"), 0, None, "size must be at least 0, got nan"),
+        (float("nan"), 0, None, "size must be a number that is at least 0, got nan"),
     ],
 )
 def test_range_error_names_the_argument_the_limits_and_the_value(value, low, high, match):

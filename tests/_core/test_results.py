@@ -171,7 +171,7 @@ def test_an_error_without_degrees_of_freedom_is_that_of_a_normal_distribution():
 
 @pytest.mark.parametrize("level", [-0.1, 1.1, math.nan])
 def test_a_level_that_is_not_a_probability_is_refused(level):
-    with pytest.raises(ValueError, match=r"level must be between 0\.0 and 1\.0"):
+    with pytest.raises(ValueError, match=r"level must be .*between 0\.0 and 1\.0"):
         Estimate.exact(2.0, method="exact").interval(level)
 
 

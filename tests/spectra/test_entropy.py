@@ -312,7 +312,7 @@ def test_moments_are_accepted_as_a_list_in_float32_and_with_a_gradient(kind):
         ([1.0, 0.0], {"stderr": torch.tensor([0.0, -1.0])}, "stderr must be at least 0"),
         ([1.0, 0.0], {"stderr": torch.tensor([0.0, math.nan])}, "stderr must be finite"),
         ([1.0, 0.0], {"stderr": torch.zeros(3)}, r"stderr must have the shape of moments, \(2,\)"),
-        ([1.0, 0.0], {"atol": math.nan}, "atol must be at least 0"),
+        ([1.0, 0.0], {"atol": math.nan}, "atol must be a number that is at least 0"),
         ([1.0, 0.0], {"atol": -1.0}, "atol must be at least 0"),
         ([1.0, 0.0], {"max_steps": 0}, "max_steps must be at least 1"),
         ([1.0, 0.0], {"grid_size": 2}, "grid_size must be at least 3"),
