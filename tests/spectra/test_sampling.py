@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import ritz
-from ritz._core.blocks import column_dots
+from ritz._core.blocks import CHUNK, column_dots
 from ritz._core.results import Estimate, Status, stderr
-from ritz._core.sampling import ALIKE, CHUNK, Samples, Sampling, check_samples, doubling, is_settled
+from ritz._core.sampling import ALIKE, Samples, Sampling, check_samples, doubling, is_settled
 from ritz._core.storage import load, save
 from ritz.operators import FunctionOperator
 from ritz.testing import assert_within_stderr, with_spectrum
