@@ -8,7 +8,8 @@ CHUNK = 2**17
 # Rows per product of inner_products, products per step, and columns from which on one product
 # serves. torch sums products of fewer than 12 columns row by row: in float32, the squared norm of
 # 15 million random entries is 2.6 % too small, and that of 40 million equal ones 34 %. With 256
-# rows the error of these is 1e-6, and the time the same.
+# rows the error of these is 1e-6. Of a million rows, blocks of equal width take 0.6 to 0.9 times as
+# long as one product, and 20 columns with a single vector 6 times (20 ms).
 ROWS, PRODUCTS, WIDE = 2**8, 2**10, 16
 TALL = 2**12  # rows of a piece of orthonormalize
 

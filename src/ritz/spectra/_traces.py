@@ -403,7 +403,9 @@ class _Running:
     def __init__(self, op: LinearOperator) -> None:
         self.op, self.count, self.unit = op, 0, 1.0
         self.mean = torch.zeros(op.shape[0], dtype=torch.float64, device=op.device)
-        self.weight, self.deviations, self.magnitude = (torch.zeros_like(self.mean) for _ in "123")
+        self.weight, self.deviations, self.magnitude = (
+            torch.zeros_like(self.mean) for _ in range(3)
+        )
 
     def add(self, block: Tensor, product: Tensor) -> None:
         """Add probes ``(n, k)`` and their products."""
