@@ -53,8 +53,9 @@ def test_inputs_are_released_by_the_backward_pass():
 @pytest.mark.parametrize("first", ["backward", "grad"])
 def test_a_second_backward_pass_through_one_graph_is_refused(kind, first):
     model = built(small_network)
-    KFAC(model, kind=kind)
+    optimizer = KFAC(model, kind=kind)  # its hooks act only as long as it exists
     loss = cross_entropy(model(noise(5, 3)), labels(3, 5))
+    assert optimizer.curvature.capturing
     if first == "backward":
         loss.backward(retain_graph=True)
     else:
