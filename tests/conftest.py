@@ -58,9 +58,9 @@ def rng() -> torch.Generator:
     return torch.Generator().manual_seed(20)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Use the default signal handlers, here and in processes that the test starts.
+    """Use the default signal handlers, here and in processes that a test starts.
 
     A process that was started in the background inherits SIGINT as ignored.
     """

@@ -8,8 +8,6 @@ import pytest
 
 from ritz._core.signals import noted_signals, terminate_as_interrupt
 
-pytestmark = pytest.mark.usefixtures("interruptible")
-
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_the_handlers_are_restored(number):

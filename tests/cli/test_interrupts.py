@@ -14,7 +14,6 @@ from ritz import studies
 from ritz.__main__ import main
 from ritz.cli import _app
 
-pytestmark = pytest.mark.usefixtures("interruptible")
 COMMANDS = {
     "spectrum": ("ritz.spectra.lanczos", ["--steps", "12"]),
     "sharpness": ("ritz.measures.sharpness", ["--steps", "6", "--probes", "2"]),

@@ -216,7 +216,6 @@ def test_the_shell_completes_names(monkeypatch, capsys, words, expected):
     assert set(capsys.readouterr().out.split()) == expected
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_saves_and_says_how_to_resume(here, tmp_path):
     command = [sys.executable, "-m", "ritz", "train", *OWN, "--epochs", "100000",
                "--batch-size", "4", "--json", "--out", str(tmp_path / "run")]  # fmt: skip

@@ -15,7 +15,6 @@ from ritz._core.random import epoch_generator
 from ritz.training import fit, preset_config
 from ritz.training._recurrent import ActivationPenalty
 
-pytestmark = pytest.mark.usefixtures("interruptible")
 LONG = {"count": 900, "length": 20}  # segments of about 20, and of 10
 RANDOM = {"random_segments": True, "batch_size": 4, "optimizer_settings": {"lr": 0.5}}
 

@@ -78,7 +78,6 @@ class Stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     "options",
     [

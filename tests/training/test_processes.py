@@ -10,7 +10,6 @@ from training.examples import network, samples
 from ritz.training import fit, read_log, read_weights
 from ritz.training._checkpoint import Generators, sole_writer
 
-pytestmark = pytest.mark.usefixtures("interruptible")
 TESTS = str(Path(__file__).parents[1])
 SCRIPT = f"""
 sys.path.insert(0, {TESTS!r})

@@ -13,7 +13,6 @@ from training.killed_run import run
 
 from ritz.training import CurvatureMonitor, fit, read_log, read_weights
 
-pytestmark = pytest.mark.usefixtures("interruptible")
 FILES = ("log.jsonl", "checkpoint.safetensors", "weights.safetensors", "average.safetensors",
          "epoch-0002.safetensors")  # fmt: skip
 

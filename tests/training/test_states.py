@@ -20,7 +20,6 @@ from ritz.training._checkpoint import Folder
 from ritz.training._recurrent import CarriedState
 from ritz.training._step import Piece
 
-pytestmark = pytest.mark.usefixtures("interruptible")
 STILL = {"optimizer_settings": {"lr": 0.0}, "batch_size": 4}
 MOVING = {"optimizer_settings": {"lr": 0.5}, "batch_size": 4, "num_epochs": 3}
 

@@ -352,7 +352,6 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_sweep_returns_what_has_ended_and_resumes(tmp_path):
     usual = {"seeds": 1, "folder": tmp_path / "sweep", **OPTIONS}
 
