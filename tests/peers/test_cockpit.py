@@ -5,12 +5,15 @@ import warnings
 import pytest
 import torch
 from backpack import extend
-from cockpit import Cockpit, quantities
-from cockpit.utils.schedules import linear
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ritz.training import CurvatureMonitor
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # cockpit imports pkg_resources, which is deprecated
+    from cockpit import Cockpit, quantities
+    from cockpit.utils.schedules import linear
 
 BATCH, STEPS, RATE = 64, 4, 1e-2
 # Cockpit adds these to what it divides by.
