@@ -81,7 +81,10 @@ def test_options_replace_fields_of_the_configuration():
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("num_epoch", "did you mean num_epochs"), ("xyz", "known: num_epochs, max_steps, batch")],
+    [
+        ("num_epoch", "did you mean num_epochs"),
+        ("xyz", r"see help\(ritz.training.TrainingConfig\)"),
+    ],
 )
 def test_an_unknown_option_is_named_with_the_nearest(name, hint):
     with pytest.raises(TypeError, match=f"no option '{name}'; {hint}"):

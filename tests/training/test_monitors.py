@@ -239,3 +239,9 @@ class Turned(torch.nn.Module):
 
     def forward(self, x):
         return x.transpose(1, 2)
+
+
+def test_a_monitor_prints_what_it_measures_and_not_its_data():
+    monitor = CurvatureMonitor(samples(), quantities=["trace", "lambda_max"], every=5, unit="step")
+
+    assert str(monitor) == "CurvatureMonitor(trace, lambda_max; hessian, every 5 steps)"

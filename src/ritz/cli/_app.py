@@ -74,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
         if len(plain) < len(arguments):
             raise
         if hasattr(error, "format_message"):  # usage errors of the parser
-            line = _usage_error(error.format_message(), plain)
+            line = _usage_error(" ".join(error.format_message().split()), plain)
             return _complain(line or "no command given: try ritz --help", 2)
         return _complain(_line(error, command, plain), 2 if isinstance(error, BAD_INPUT) else 1)
     if code == BY_KEYBOARD:

@@ -88,7 +88,9 @@ def watched(
     chosen = list(known if names is None else names)
     if unknown := [name for name in chosen if name not in known]:
         logged = ", ".join(known) or "nothing; log quantities with ritz train --watch"
-        raise ValueError(f"{', '.join(unknown)} was not logged by a monitor, which logged {logged}")
+        curves = "; training_curves (--what curves) draws loss and accuracy"
+        raise ValueError(f"{', '.join(unknown)} was not logged by a monitor, which logged {logged}"
+                         f"{curves}")  # fmt: skip
     if not chosen:
         raise ValueError("runs must have been watched, got none: train with ritz train --watch")
     columns = min(COLUMNS, len(chosen))

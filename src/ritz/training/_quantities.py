@@ -70,7 +70,7 @@ class Quantity:
         return self.own_cost(settings) + sum(PARTS[part](settings) for part in self.parts)
 
 
-QUANTITIES: Registry[Quantity] = Registry("quantity")
+QUANTITIES: Registry[Quantity] = Registry("quantity", listing="ritz list quantities")
 # Default quantities of a monitor. They cost at most 17 gradients of the watched samples.
 USUAL = ("lambda_max", "weight_norms", "gradient_norm", "gradient_variance", "noise_scale")
 
