@@ -42,13 +42,15 @@ DECAY = DECAYS[2]  # of all other runs of SGD
 PLAIN = " without batch norm"
 # The panels over epochs: title, axis, the series that is drawn solid and the dotted one, runs.
 PANELS: tuple[tuple[str, str, str, str | None, tuple[str, ...]], ...] = (
-    ("Figure 7.1a: averages; dotted: iterates", "test error (%)", "average error", "error",
+    ("Fig. 7.1a: averages; dotted: iterates", "test error (%)", "average error", "error",
      ("Gadam", "Adam + average", "AdamW")),
-    ("Figure 7.1b", "largest weight", "largest weight", None, ("Gadam", "Adam + average", "AdamW")),
-    ("Figure 7.2b", "learning rate / squared norm", "effective rate", None, ("Gadam", "AdamW")),
-    ("Figure 7.4: testing; dotted: training", "error (%)", "error", "training error",
+    ("Fig. 7.1b: largest weight of the iterates", "largest weight", "largest weight", None,
+     ("Gadam", "Adam + average", "AdamW")),
+    ("Fig. 7.2b: effective learning rate", "learning rate / squared norm", "effective rate", None,
+     ("Gadam", "AdamW")),
+    ("Fig. 7.4: test error; dotted: training", "error (%)", "error", "training error",
      ("SGD, constant", "SGD, steps")),
-    ("Figures 7.5, 7.6: averages; dotted: iterates", "norm of the weights", "average norm", "norm",
+    ("Fig. 7.5, 7.6: averages; dotted: iterates", "norm of the weights", "average norm", "norm",
      ("Gadam", f"SWA, decay {DECAY:g}", "GadamX")),
 )  # fmt: skip
 # What has to be known of a figure.
@@ -248,9 +250,10 @@ def figure(result: Result) -> style.Figure:
         axes[-1].errorbar(range(len(DECAYS)), gains.mean(1), yerr=gains.std(1), color=colour,
                           marker="o", markersize=4, label=kind)  # fmt: skip
     axes[-1].set_xticks(range(len(DECAYS)), [f"{decay:g}" for decay in DECAYS])
-    style.finish(axes[-1], "weight decay", "change of the test error (%)", "Figure 7.3")
+    style.finish(axes[-1], "weight decay", "change of the test error (%)",
+                 "Fig. 7.3: gain of averages")  # fmt: skip
     # The bars of the largest decay fill the right side.
-    axes[-1].legend(frameon=False, loc="lower left")
+    style.legend(axes[-1], loc="lower left")
     return drawing
 
 

@@ -208,7 +208,7 @@ def figure(result: Result) -> style.Figure:
             below.plot(result.config.counts, result.errors[series][place], **look)
         style.finish(above, "", "entropy", f"{name}\nn = {result.orders[place]:,}")
         style.log_scale(below)
-        style.finish(below, "moments", "error of log det")
+        style.finish(below, "number of moments", "error of log det")
     for axis in axes[len(result.names) + (rows - 1) * columns :]:
         # A last row that is not full has empty panels below and above.
         axis.set_visible(bool(axis.lines))

@@ -200,7 +200,7 @@ def figure(result: Result) -> style.Figure:
             axis.scatter(x, 100 * y, s=18, label=f"weight decay {decay:g}")
         label = "largest eigenvalue of the Hessian"
         style.finish(axis, label, "validation accuracy (%)", TITLES[network])
-    axes[0].legend(frameon=False, fontsize=8)
+    style.share_legend(drawing)
     return drawing
 
 

@@ -200,12 +200,15 @@ def figure(result: Result) -> style.Figure:
     drawing, axes = plots.panels(1, 2, width=side, height=side - 1)
     groups = tuple(len(names) for names in result.config.kinds.values())
     plots.similarity(likeness, ax=axes[0], groups=groups)
-    style.set_title(axes[0], "symmetric KL divergence")
-    axes[1].plot(result.apart.numpy(), places, "o", color="#0072B2", label="its own other half")
-    axes[1].plot(result.others.numpy(), places, "x", color="#D55E00", label="nearest other graph")
+    style.set_title(axes[0], "Between graphs")
+    axes[1].plot(result.apart.numpy(), places, "o", color=style.STYLE.blue, label="its other half")
+    axes[1].plot(
+        result.others.numpy(), places, "x", color=style.STYLE.vermilion, label="nearest other graph"
+    )
     axes[1].set_yticks(places, names, fontsize="small")
     axes[1].invert_yaxis()
-    style.finish(axes[1], "divergence of a random half", xscale="log")
+    style.finish(axes[1], "symmetric KL divergence", "", "From a random half of a graph",
+                 xscale="log")  # fmt: skip
     return drawing
 
 

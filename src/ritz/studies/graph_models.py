@@ -245,13 +245,13 @@ def figure(result: Result) -> style.Figure:
         # Relative to the truth, so that sizes share an axis.
         ratios = result.estimates[model] / truth
         for place, size in enumerate(c.sizes):
-            label = "found" if place == 0 else None
-            ax.plot([size] * c.num_seeds, ratios[place], ".", color="#0072B2", label=label)
+            label = "estimate" if place == 0 else None
+            ax.plot([size] * c.num_seeds, ratios[place], ".", color=style.STYLE.blue, label=label)
             if size in PAPER[model]:
                 mean = PAPER[model][size] / float(truth[place])
                 label = "published mean" if place == 0 else None
-                ax.plot(size, mean, "x", color="#D55E00", markersize=8, label=label)
-        ax.axhline(1.0, color="#999999", linewidth=0.8)
+                ax.plot(size, mean, "x", color=style.STYLE.vermilion, markersize=8, label=label)
+        ax.axhline(1.0, **style.REFERENCE)
         ylabel = "estimated / true parameter" if ax is axes[0] else ""
         style.finish(ax, "vertices", ylabel, _title(model, c.num_neighbors), xticks=c.sizes)
     for place, model in enumerate(MODELS):

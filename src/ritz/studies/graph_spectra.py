@@ -186,7 +186,7 @@ def figure(result: Result) -> style.Figure:
         # A logarithmic axis needs positive values; the semicircle goes below 1e-7.
         heights = result.divergences[name].clamp_min(1e-7).numpy()
         last.plot(result.config.counts, heights, marker=".", label=name)
-    style.finish(last, "moments", "divergence from exact", yscale="log")
+    style.finish(last, "number of moments", "divergence from exact", yscale="log")
     for ax in axes:
         if not ax.has_data():
             ax.remove()
@@ -256,7 +256,7 @@ def _draw_semicircle(ax: style.Axes, density: EntropicDensity) -> None:
     x = torch.linspace(0.0, 1.0, 500, dtype=torch.float64)
     # p(x) = (8 / pi) sqrt(1/4 - (x - 1/2)^2) on [0, 1].
     exact = 8 / math.pi * (0.25 - (x - 0.5).square()).clamp_min(0.0).sqrt()
-    ax.plot(x, exact, color="#999999", linewidth=3, label="exact")
-    ax.plot(x[1:-1], density.pdf(x[1:-1]), color="#0072B2", linewidth=1.2, label="entropic")
+    ax.plot(x, exact, color=style.STYLE.grey, linewidth=3, label="exact")
+    ax.plot(x[1:-1], density.pdf(x[1:-1]), color=style.STYLE.blue, linewidth=1.2, label="entropic")
     ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="density", ylim=(0, None))
     style.set_title(ax, f"Semicircle, {len(density.alphas)} moments")

@@ -208,8 +208,9 @@ def figure(result: Result) -> style.Figure:
         axis.plot(
             LENGTHSCALES, errors, linestyle=":", color=colours[COUNTERPARTS[name]], label=label
         )
-    axis.set(yscale="log", xlabel="length scale", ylabel="relative error of log det, rms")
-    axis.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    axis.set(yscale="log", xlabel="length scale", ylabel="relative error of log det (rms)")
+    style.set_title(axis, f"Order {result.config.size:,}, {result.config.num_products:,} products")
+    style.legend(axis, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return drawing
 
 

@@ -293,6 +293,9 @@ def figure(result: Result) -> style.Figure:
     _draw_rules(below[0], result, 100 * result.test_errors, "test error (%)")
     _draw_rules(below[1], result, result.distances, "distance from initial weights")
     _draw_distance(below[2], result)
+    trained = f"{result.config.networks[-1]}, {result.config.rules_epochs} epochs"
+    for ax, title in zip(below, ("", "", ", all batch sizes"), strict=False):
+        style.set_title(ax, trained + title)
     for spare in below[3:]:
         spare.remove()
     style.share_legend(drawing)

@@ -131,12 +131,12 @@ def figure(result: Result) -> style.Figure:
     """Draw the stems of one probe, and the density of several over the exact histogram."""
     drawing, (top, bottom) = plots.panels(2, 1, width=8.0, height=3.0)
     plots.against_exact(result.spectrum, result.exact, ax=top)
-    top.set_title(f"One probe, {len(result.spectrum.values)} products", loc="left")
+    style.set_title(top, f"One probe, {len(result.spectrum.values)} products")
     exact = result.exact.numpy()
     bottom.hist(exact, bins=140, density=True, color=style.STYLE.grey, alpha=0.6, label="exact")
     plots.density(result.density, ax=bottom, log=True)
     title = f"{result.config.num_probes} probes, smoothed to a width of {result.config.width:g}"
-    bottom.set_title(title, loc="left")
+    style.set_title(bottom, title)
     # Stems and density on the same eigenvalues.
     bottom.sharex(top)
     return drawing

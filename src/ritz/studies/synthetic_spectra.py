@@ -146,7 +146,7 @@ def figure(result: Result) -> style.Figure:
         # The network-like matrix has no law.
         law = LAWS.get(case.name)
         plots.against_exact(case.spectrum, case.exact, diagonal=case.diagonal, law=law, ax=ax)
-        ax.set_title(f"{case.name}, {len(case.spectrum.values)} steps", loc="left")
+        style.set_title(ax, f"{case.name}, {len(case.spectrum.values)} steps")
     for ax in axes[len(result.cases) :]:
         ax.remove()
     style.share_legend(drawing)

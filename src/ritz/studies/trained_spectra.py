@@ -170,9 +170,10 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
 
 def figure(result: Result) -> style.Figure:
     """Draw the spectra over the histogram of the diagonal, and those of two random vectors."""
-    drawing, axes = plots.panels(2, 2, width=4.6, height=3.0)
+    drawing, axes = plots.panels(2, 2, width=5.4, height=3.0)
     names = ("GGN", "Hessian", "Hessian", "second vector")
-    titles = ("GGN", "Hessian", "Hessian, first vector", "Hessian, second vector")
+    titles = ("Gauss-Newton, over a diagonal", "Hessian, over the same diagonal",
+              "Hessian, first random vector", "Hessian, second random vector")  # fmt: skip
     low, high = float(result.edges[0]), float(result.edges[-1])
     # So that a bar at the end of the range is not cut by the frame.
     margin = 0.03 * (high - low)
@@ -187,7 +188,7 @@ def figure(result: Result) -> style.Figure:
             )  # fmt: skip
         ax.set_xlim(low - margin, high + margin)
         ax.set_ylim(floor, 2)
-        ax.set_title(title, loc="left")
+        style.set_title(ax, title)
     style.share_legend(drawing)
     return drawing
 
