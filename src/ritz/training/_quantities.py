@@ -15,7 +15,7 @@ from ritz.measures import bulk_edge, curvature_variance, gradient_overlap, rank_
 from ritz.spectra import diagonal, frobenius_norm, lanczos
 from ritz.spectra._shared import negative_values
 from ritz.training._log import Record
-from ritz.training._sample_gradients import Histogram
+from ritz.training._sample_statistics import Histogram
 from ritz.training._snapshot import TUNING, Settings, Snapshot
 
 Measure = Callable[[Snapshot], Mapping[str, Any]]
