@@ -66,7 +66,7 @@ def test_text_is_converted_to_the_type_of_the_field(key, text, value):
     ("key", "text", "match"),
     [
         ("size", "many", "size must be a whole number, got 'many'"),
-        ("rate", "", "rate must be of type float"),
+        ("rate", "", "rate must be a number, got ''"),
         ("fast", "perhaps", "fast must be one of false, true; got 'perhaps'"),
         ("kind", "wigher", "kind must be one of wigner, wishart"),
         ("steps", "5,x", "steps must be a whole number, got 'x'"),

@@ -60,7 +60,7 @@ def _draw_grid(result: Any, axes: list[Any]) -> None:
     rates, deltas = [f"{rate:g}" for rate in grid.rates], [f"{delta:g}" for delta in grid.deltas]
     for part, title in enumerate(("training error (%)", "test error (%)", "largest eigenvalue")):
         values = mean[part].T * (1 if part == 2 else 100)
-        _map(axes[part], values, deltas, rates, f"{name}: {title}")
+        _map(axes[part], values, deltas, rates, f"{name.replace('_', ' ')}: {title}")
         axes[part].set(xlabel="learning rate", ylabel="damping")
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ritz import data, models
+from ritz import data
 from ritz._core.batch_norm import batch_norms
 from ritz._core.journal import Journal, Parts
 from ritz.curvature import Risk, gradient_statistics, noise_sample
 from ritz.measures import calibrated_sharpness, excess_risk
 from ritz.studies._protocol import StatePath, column, seeded
+from ritz.studies._training import new_network
 from ritz.training import CurvatureMonitor, fit
 
 NOISES: tuple[Literal["full", "diagonal"], ...] = ("full", "diagonal")  # of Figure 2
@@ -136,8 +137,7 @@ class Runner:
         self, method: str, rate: float, seed: int, sets: Any, monitor: Any = None,
         epochs: int | None = None, state: StatePath = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
-        shape: Any = {"num_classes": sets.num_classes, "input_shape": sets.shape}
-        model = models.create(self.name, generator=seeded(seed), **shape)
+        model = new_network(self.name, sets, seed)
         count = epochs or self.config.num_epochs
         options = self._options(method, model, count)
         # Appendix E.1: division by 10 after 1/2 and 3/4, and a warm-up over 5 % for large batches.

@@ -1,6 +1,6 @@
-"""Errors and weight norms of iterates and averages over training: thesis, Figures 7.1 to 7.6.
+"""Errors and norms of iterates and averages over training: Spectral Machine Learning, 7.4-7.5.
 
-*Spectral Machine Learning*, sections 7.4 and 7.5, on a small convolutional network (or on VGG-16).
+Figures 7.1 to 7.6 on a small convolutional network (or on VGG-16).
 After every epoch, the study records the training and test errors of the last iterate and of the
 average, the norms of the weights of both, and the learning rate over the squared norm, which is the
 effective learning rate of layers before batch norm. An ensemble averages the predictions of the
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ritz import data, models, optim, plots, training
+from ritz import data, optim, plots, training
 from ritz._core.progress import Progress
 from ritz.plots._shared import style
 from ritz.studies._evidence import POINTS, Evidence, signed, spread
@@ -25,7 +25,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
-from ritz.studies._training import small_network
+from ritz.studies._training import new_network, small_network
 
 SERIES = (
     "error",
@@ -385,11 +385,7 @@ def _held(config: Config, images: Any) -> Any:
 
 
 def _network(config: Config, images: Any, seed: int, *, batch_norm: bool) -> nn.Module:
-    generator = seeded(seed)
     if config.model == "small":
-        return small_network(images, config.width, generator, batch_norm=batch_norm).to(
-            config.device
-        )
-    shape: Any = {"num_classes": images.num_classes, "input_shape": images.shape}
-    name = "vgg16_bn" if batch_norm else "vgg16"
-    return models.create(name, **shape, generator=generator, device=config.device)
+        model = small_network(images, config.width, seeded(seed), batch_norm=batch_norm)
+        return model.to(config.device)
+    return new_network("vgg16_bn" if batch_norm else "vgg16", images, seed, config.device)
