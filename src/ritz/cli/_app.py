@@ -45,9 +45,9 @@ def build() -> typer.Typer:
     app = typer.Typer(name="ritz", no_args_is_help=True, epilog=start)
     app.callback()(_options)
     # Nothing is registered by hand: a new file is a new command.
-    found = [info.name for info in pkgutil.iter_modules(cli.__path__) if info.name[0] != "_"]
-    panels = {name: panel for panel, names in PANELS.items() for name in names if name in found}
-    for name in dict.fromkeys([*panels, *found]):
+    commands = [info.name for info in pkgutil.iter_modules(cli.__path__) if info.name[0] != "_"]
+    panels = {name: panel for panel, names in PANELS.items() for name in names if name in commands}
+    for name in dict.fromkeys([*panels, *commands]):
         module, panel = importlib.import_module(f"{cli.__name__}.{name}"), panels.get(name)
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name, rich_help_panel=panel)
@@ -142,11 +142,11 @@ def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
 
 def _usage_error(message: str, arguments: Sequence[str]) -> str:
     """Return an error of the parser as one of ritz: the option, what it must be, the value."""
-    found = re.fullmatch(r"Invalid value for '(?P<name>.+?)': (?P<reason>.*)", message, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r"Invalid value for '(?P<name>.+?)': (?P<reason>.*)", message, re.DOTALL)
+    if match is None:
         return message
     # "Value error, " is of the library that checks choices.
-    name, reason = found["name"], found["reason"].removeprefix("Value error, ")
+    name, reason = match["name"], match["reason"].removeprefix("Value error, ")
     if choice := re.fullmatch(r"(?P<value>'.*') is not one of (?P<names>'.*')\.?", reason):
         return (
             f"{name} must be one of {choice['names'].replace(chr(39), '')}; got {choice['value']}"

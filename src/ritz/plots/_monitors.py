@@ -104,7 +104,7 @@ def watched(
 
 def watched_names(records: Iterable[arrays.Record]) -> tuple[str, ...]:
     """Return the names that monitors logged, in the order of the log; one name for all layers."""
-    found: dict[str, None] = {}
+    logged: dict[str, None] = {}
     for record in records:
         if record.get("kind") != "curvature":
             continue
@@ -112,8 +112,8 @@ def watched_names(records: Iterable[arrays.Record]) -> tuple[str, ...]:
             if isinstance(value, str) or name in ("epoch", "step"):
                 continue
             if not any(name.endswith(word) for word in BESIDE):
-                found.setdefault(name.partition(".")[0])
-    return tuple(found)
+                logged.setdefault(name.partition(".")[0])
+    return tuple(logged)
 
 
 def _draw(ax: "Axes", runs: Mapping[str, Sequence[arrays.Record]], name: str) -> None:

@@ -100,7 +100,7 @@ class Runner:
         begin = time.perf_counter()
         model, result = self._fit(method, rate, seed, self.sets, monitor, state=state)
         seconds = time.perf_counter() - begin
-        for epoch, pair in ({} if monitor is None else monitor.found).items():
+        for epoch, pair in ({} if monitor is None else monitor.norms).items():
             norms[:, epoch] = column(pair)
         losses = torch.full((self.config.num_epochs,), math.nan, dtype=torch.float64)
         # A run that diverged has fewer epochs.
@@ -223,9 +223,9 @@ class FisherNorms:
     unit = "epoch"
 
     def __init__(self, source: Any) -> None:
-        self.found: dict[int, tuple[float, float]] = {}
+        self.norms: dict[int, tuple[float, float]] = {}
         self._monitor = CurvatureMonitor(source, quantities=["fisher"], batch_size=512)
 
     def __call__(self, count: int, model: nn.Module, optimizer: Any) -> None:
         numbers = self._monitor.measure(model)
-        self.found[count] = numbers["fisher_norm"], numbers["fisher_diagonal_norm"]
+        self.norms[count] = numbers["fisher_norm"], numbers["fisher_diagonal_norm"]

@@ -355,13 +355,13 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     train = images.train if config.num_train is None else images.train.take(config.num_train)
     held = _held(config, images)
     # Settings of the optimiser and of the network; the rest are options of fit.
-    own = ("lr", "weight_decay", "batch_norm")
+    names = ("lr", "weight_decay", "batch_norm")
     model = _network(config, images, seed, batch_norm=options.get("batch_norm", True))
     result = training.fit(
         model, train, validation=held, num_epochs=count, batch_size=config.batch_size, seed=seed,
         drop_last=True, monitors=[norms],
-        optimizer_settings={key: options[key] for key in own[:2]},
-        **{key: value for key, value in options.items() if key not in own},
+        optimizer_settings={key: options[key] for key in names[:2]},
+        **{key: value for key, value in options.items() if key not in names},
     )  # fmt: skip
     series = torch.full((len(SERIES), count), math.nan, dtype=torch.float64)
     # A run that diverged has fewer epochs.

@@ -215,8 +215,8 @@ def evidence(result: Result) -> Iterator[Evidence]:
             # The published claim is that the parameters are recovered.
             **all_of(
                 *(
-                    judge(found / true, 1 - TOLERANCE, 1 + TOLERANCE, note=note)
-                    for found, true in zip(estimates, truth, strict=True)
+                    judge(estimate / true, 1 - TOLERANCE, 1 + TOLERANCE, note=note)
+                    for estimate, true in zip(estimates, truth, strict=True)
                 )
             ),
         )

@@ -155,8 +155,8 @@ class Result(StudyResult[Config]):
         for i, j, k in product(*map(range, self.edges.shape[1:4])):
             title = f"{c.networks[i]}, {POINTS[j]}, momentum {c.momenta[k]:g}"
             slopes = row("", (fit[:, i, j, k].nanmean() for fit in fits[1:]), ">11.2f", width=0)
-            own = f"{spread(fits[0][:, i, j, k].round(decimals=3)):>18}"
-            lines.append(row(title, ratios[i, j, k], ">10.3g", width=34) + own + slopes)
+            measured = f"{spread(fits[0][:, i, j, k].round(decimals=3)):>18}"
+            lines.append(row(title, ratios[i, j, k], ">10.3g", width=34) + measured + slopes)
         lines += [f"Means over {c.num_seeds} seeds; exponents over batches up to {LARGEST}", "",
                   row(f"{c.networks[-1]}, {c.rules_epochs} epochs", c.batch_sizes, ">10,", width=34)
                   ]  # fmt: skip

@@ -147,7 +147,7 @@ def _quantities(
     at_zero = spectra.trace_function(
         op, lambda x: (x.abs() < ZERO).double(), num_steps=config.num_steps, **drawn
     )
-    found = {
+    estimates = {
         # The diagonal of this matrix is known, so auto would sum it: sample nevertheless.
         "trace": (exact.sum(), spectra.trace(op, method="xtrace", **drawn)),
         "Frobenius norm": (exact.norm(), spectra.frobenius_norm(op, **drawn)),
@@ -156,5 +156,5 @@ def _quantities(
     }
     return tuple(
         Quantity(name=name, exact=float(known), estimate=estimate)
-        for name, (known, estimate) in found.items()
+        for name, (known, estimate) in estimates.items()
     )

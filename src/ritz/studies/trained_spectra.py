@@ -152,13 +152,13 @@ class Result(StudyResult[Config]):
 
 def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return spectra and diagonals of all networks."""
-    cells = {str(seed): seed for seed in range(config.seed, config.seed + config.num_seeds)}
-    found = compute_cells(
-        lambda seed: _measure(config, seed), cells, "networks", config=config, state=state,
+    seeds = {str(seed): seed for seed in range(config.seed, config.seed + config.num_seeds)}
+    cells = compute_cells(
+        lambda seed: _measure(config, seed), seeds, "networks", config=config, state=state,
         progress=progress,
     )  # fmt: skip
     # Pictures are those of the first network, numbers those of all.
-    first, *_ = networks = list(found.values())
+    first, *_ = networks = list(cells.values())
     return Result(
         config=config,
         measures=torch.stack([cell.measures for cell in networks], 1),

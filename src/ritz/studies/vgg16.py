@@ -308,14 +308,14 @@ def setting(result: Result) -> str:
 
 
 def _accuracy(name: str, values: Tensor) -> Evidence:
-    found = _present(values)
+    scores = _present(values)
     return Evidence(
         paper="GADAM",
         where="Table 2",
-        what=f"test accuracy in %, {name}, {len(found)} seed{'s'[: len(found) > 1]}",
+        what=f"test accuracy in %, {name}, {len(scores)} seed{'s'[: len(scores) > 1]}",
         published=f"{PAPER[name]:.2f}",
         measured=spread(values),
-        **near(found, PAPER[name], points(PAPER[name] - PAPER[PARTNERS[name]])),
+        **near(scores, PAPER[name], points(PAPER[name] - PAPER[PARTNERS[name]])),
     )
 
 

@@ -239,18 +239,18 @@ def _(snapshot: Snapshot) -> Record:
 
 @register_quantity("degeneracy", "fraction of eigenvalues near zero", parts=["spectra"])
 def _(snapshot: Snapshot) -> Record:
-    found = rank_degeneracy(snapshot.runs, matrix=snapshot.settings.matrix)
-    record = _mean_over_runs("degeneracy", found.mass, snapshot)
-    return record | {"degeneracy_truncation": float(found.mass.truncation)}
+    degeneracy = rank_degeneracy(snapshot.runs, matrix=snapshot.settings.matrix)
+    record = _mean_over_runs("degeneracy", degeneracy.mass, snapshot)
+    return record | {"degeneracy_truncation": float(degeneracy.mass.truncation)}
 
 
 @register_quantity(
     "bulk", "edges of the bulk of the spectrum, and the number of outliers", parts=["spectra"]
 )
 def _(snapshot: Snapshot) -> Record:
-    found = bulk_edge(snapshot.runs)
-    outliers = float(len(found.outliers))
-    return {"bulk_lower": found.lower, "bulk_upper": found.upper, "num_outliers": outliers}
+    edge = bulk_edge(snapshot.runs)
+    outliers = float(len(edge.outliers))
+    return {"bulk_lower": edge.lower, "bulk_upper": edge.upper, "num_outliers": outliers}
 
 
 @register_quantity(
@@ -326,11 +326,14 @@ def _(snapshot: Snapshot) -> Record:
     if not bool(snapshot.gradient.any()):
         return {}
     matrix = snapshot.settings.matrix
-    found = gradient_overlap(
+    overlap = gradient_overlap(
         snapshot.risk, snapshot.leading, matrix=matrix, gradient=snapshot.gradient
     )
-    record = {"gradient_overlap": float(found.share), "gradient_curvature": float(found.curvature)}
-    return record | {"overlaps": found.overlaps.mean.tolist()}
+    record = {
+        "gradient_overlap": float(overlap.share),
+        "gradient_curvature": float(overlap.curvature),
+    }
+    return record | {"overlaps": overlap.overlaps.mean.tolist()}
 
 
 # ------------------------------------------------------------------------------------------
@@ -483,8 +486,8 @@ def _histogram(settings: Settings) -> float:
     "gradient_histogram", "histogram of the gradients of single samples", cost=_histogram, **SAMPLES
 )
 def _(snapshot: Snapshot) -> Record:
-    found: Histogram = snapshot.samples.histograms[1]
-    return {"gradient_histogram": found.counts.tolist(), "gradient_reach": found.reach}
+    histogram: Histogram = snapshot.samples.histograms[1]
+    return {"gradient_histogram": histogram.counts.tolist(), "gradient_reach": histogram.reach}
 
 
 @register_quantity(
@@ -494,11 +497,11 @@ def _(snapshot: Snapshot) -> Record:
     **SAMPLES,
 )
 def _(snapshot: Snapshot) -> Record:
-    found: Histogram = snapshot.samples.histograms[2]
+    histogram: Histogram = snapshot.samples.histograms[2]
     return {
-        "gradient_weight_histogram": found.counts.tolist(),
-        "gradient_reach": found.reach,
-        "weight_reach": found.weight_reach,
+        "gradient_weight_histogram": histogram.counts.tolist(),
+        "gradient_reach": histogram.reach,
+        "weight_reach": histogram.weight_reach,
     }
 
 
@@ -555,8 +558,8 @@ def _(snapshot: Snapshot) -> Record:
 
 @register_quantity("distance", "distance of the weights from the initial weights", group="weights")
 def _(snapshot: Snapshot) -> Record:
-    found = distance(snapshot.risk, snapshot.initial)
-    return {"distance": found.l2, "distance_max": found.linf}
+    moved = distance(snapshot.risk, snapshot.initial)
+    return {"distance": moved.l2, "distance_max": moved.linf}
 
 
 @register_quantity(
