@@ -411,7 +411,7 @@ def test_scalars_are_the_finite_numbers_of_a_record():
         ({"batch_norm": "off"}, "batch_norm must be one of train, eval, recomputed"),
         (
             {"quantities": ["lambda"]},
-            "got 'lambda'; did you mean lambda_m",
+            "'lambda'; did you mean lambda_m",
         ),
         ({"quantities": "trace"}, "quantities must be a list of alpha"),
     ],

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class UnknownNameError(KeyError):
+class UnknownNameError(KeyError, ValueError):
     """Nothing is registered under this name. The message suggests similar names."""
 
     def __str__(self) -> str:

@@ -13,12 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from ritz import cli
-from ritz._core.registry import UnknownNameError
 from ritz._version import __version__
 from ritz.cli._options import flatten_options
 
 # Errors of the input, which the user can correct, have exit code 2; all others have 1.
-BAD_INPUT = (ValueError, TypeError, UnknownNameError, OSError)
+BAD_INPUT = (ValueError, TypeError, OSError)
 BY_KEYBOARD = 130  # exit code with which the parser reports ctrl-C
 # Seconds that other processes wait before they print an error: long enough for the first process
 # to print it and for the launcher to end the others.
