@@ -165,8 +165,8 @@ def advise(
     divisors, both are heavy-ball momentum with the learning rate :math:`\alpha / \delta`. On three
     networks on MNIST and for batches of 4 to 64, Adam with :math:`\alpha = 1` needed 0.4 to 1.8
     times this damping, and less if its divisor was not small. K-FAC with :math:`\alpha = 0.1`
-    needed 0.3 to 1.2 times. For ``sgd``, ``momentum`` and ``nesterov``, the damping is the least that
-    keeps a second-order step stable under the noise of batches,
+    needed 0.3 to 1.2 times. For ``sgd``, ``momentum`` and ``nesterov``, the damping is the least
+    that keeps a second-order step stable under the noise of batches,
 
     .. math:: \tfrac{\alpha}{2} \lambda_1 \min(1, V(\varphi_1) / (b \lambda_1^2)).
 

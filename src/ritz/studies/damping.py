@@ -95,7 +95,7 @@ class Config:
 
 
 SIZES = {
-    "smoke": Config(rates=(1.0,), networks=("mlp",), dataset="digits", num_samples=256, pool=1,
+    "smoke": Config(rates=(1.0,), networks=("mlp",), dataset="digits", num_samples=128, pool=1,
                     num_epochs=2, batch_sizes=(8, 64), num_steps=6, num_trials=2, num_seeds=2),
     "paper": Config(networks=("vgg16",), dataset="cifar100", num_samples=50_000, pool=1,
                     num_epochs=25, num_seeds=1,

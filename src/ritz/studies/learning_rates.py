@@ -101,7 +101,7 @@ class Config:
 
 
 SIZES = {
-    "smoke": Config(networks=("mlp",), dataset="digits", num_samples=256, pool=1, num_epochs=2,
+    "smoke": Config(networks=("mlp",), dataset="digits", num_samples=128, pool=1, num_epochs=2,
                     batch_sizes=(8, 64), num_steps=6, num_trials=2, rules_epochs=2,
                     num_seeds=2),
     "paper": Config(networks=("vgg16_bn", "wideresnet28x10", "vgg16"), dataset="cifar100",

@@ -144,22 +144,6 @@ def total_cost(settings: Settings) -> float:
     return own_costs + sum(PARTS[part](settings) for part in parts)
 
 
-def quantity_table(settings: Settings) -> str:
-    """Return the table of the quantities of this package for ``docs/monitors.md``.
-
-    Args:
-        settings: The monitor whose costs are stated.
-    """
-    lines = ["| quantity | what it is | shares | cost |", "| --- | --- | --- | --- |"]
-    for group in ("curvature", "stability", "gradients", "weights", "steps"):
-        for each in (QUANTITIES[name] for name in QUANTITIES):
-            if each.group == group and each.measure.__module__ == __name__:
-                text, shares = each.text.replace("|", "\\|"), ", ".join(each.parts) or "-"
-                cost = f"{each.cost(settings):g}"
-                lines.append(f"| `{each.name}` | {text} | {shares} | {cost} |")
-    return "\n".join(lines)
-
-
 def _estimated(name: str, estimate: Estimate) -> Record:
     return {name: float(estimate.mean), f"{name}_stderr": float(estimate.stderr)}
 
