@@ -101,15 +101,6 @@ def test_the_file_of_a_run_is_the_plain_form_of_its_configuration():
     assert to_json(RunConfig.from_plain(plain)) == to_json(config)
 
 
-def test_files_of_earlier_versions_are_read():
-    old = {"model": "m", "data": "d", "seed": 3, "batch_size": 5, "training": {"num_epochs": 2,
-           "augment": True, "keep": [1]}}  # fmt: skip
-
-    training = RunConfig.from_plain(old).training
-
-    assert (training.seed, training.batch_size, training.keep) == (3, 5, (1,))
-
-
 def test_objects_have_a_plain_form_that_does_not_change_between_processes():
     class Shift:
         pass

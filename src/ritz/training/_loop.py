@@ -37,7 +37,7 @@ from ritz.training._checkpoint import (
 from ritz.training._cuda_graph import CapturedStep, is_captured
 from ritz.training._data import Feed, loader_generators, own_rows
 from ritz.training._evaluate import evaluate
-from ritz.training._log import Log, Record, current_names, times_path
+from ritz.training._log import Log, Record, times_path
 from ritz.training._optimizers import (
     average_plan,
     make_average,
@@ -668,7 +668,7 @@ class Run:
             settings=self.state.settings,
             finished=saved.finished and over,
             log_bytes=0 if self.log is None else saved.log_bytes,
-            records=[r for r in map(current_names, saved.records) if over or r["kind"] != "final"],
+            records=[r for r in saved.records if over or r["kind"] != "final"],
         )
         if saved.step:  # otherwise torch warns that the schedule is stepped before the optimiser
             self.optimizer._opt_called = True
