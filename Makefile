@@ -9,7 +9,7 @@ FAST := not slow and not gpu
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage check format lint types test-slow test-gpu test-peers intervals evidence api bench clean
+.PHONY: help demo test coverage check format lint types test-slow test-gpu test-peers intervals evidence pictures api bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ intervals: $(VENV)/.ready ## measure how often intervals hold the truth, for doc
 
 evidence: $(VENV)/.ready ## write the tables of docs/evidence.md from the stored results of studies
 	$(BIN)/python docs/evidence.py
+
+pictures: $(VENV)/.ready ## draw the pictures of docs/gallery.md from the stored results
+	$(BIN)/python docs/pictures.py
 
 api: $(VENV)/.ready ## write the API reference, docs/api, from the docstrings
 	$(BIN)/python docs/api.py

@@ -6,7 +6,6 @@ import warnings
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from networks import GPT
 from torch import nn
 
 import ritz
@@ -195,7 +194,9 @@ def vision(scale):
 
 
 def decoder(scale):
-    return GPT(VOCABULARY, LENGTH, WIDTH * scale, 6, HEADS), *texts()
+    shape = {"num_classes": VOCABULARY, "input_shape": (LENGTH,)}
+    model = ritz.models.create("gpt", **shape, width=WIDTH * scale, heads=HEADS)
+    return model, *texts()
 
 
 def compiled(scale):

@@ -3,7 +3,7 @@
 ``vgg16``: Hessian and Gauss-Newton matrix of a VGG-16 (15,291,300 parameters) over the first 45,000
 images of CIFAR-100, after some training steps on them. ``gpt``: a decoder with 124 million
 parameters and default attention, after some training steps on WikiText-2, over 32 segments of 1024
-words. Needs a CUDA device. The spectra are written next to the figures, for ``drawing.py``.
+words. Needs a CUDA device. The spectra are stored for ``docs/pictures.py``.
 """
 
 import argparse
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from networks import GPT, vgg16_model
 from timing import write
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -90,10 +89,7 @@ def vgg16(args):
     x, y = images(args.data, args.samples)
     x, y = x.to(args.device), y.to(args.device)
     torch.manual_seed(0)
-    model = vgg16_model().to(args.device)
-    for layer in model:
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight)
+    model = ritz.models.create("vgg16", device=args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     train(model, x, y, optimizer, steps=args.training, batch=256)
     batches = list(zip(x.split(args.batch), y.split(args.batch), strict=True))
@@ -114,7 +110,7 @@ def gpt(args):
     x, y, pieces = words(args.data)
     x, y = x.to(args.device), y.to(args.device)
     torch.manual_seed(0)
-    model = GPT().to(args.device)
+    model = ritz.models.create("gpt2", device=args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
     train(model, x, y, optimizer, steps=args.training, batch=8)
     optimizer.zero_grad()

@@ -50,6 +50,11 @@ def test_the_index_lists_every_page():
     assert {page for page in DOCS.glob("*.md") if page != index} <= listed
 
 
+def test_every_picture_is_on_a_page():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [path.name for path in (DOCS / "images").iterdir() if path.name not in text] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_of_ritz_on_a_page_exist(page):
     for name in re.findall(r"`(ritz(?:\.[a-zA-Z_]\w*)+)", page.read_text(encoding="utf-8")):

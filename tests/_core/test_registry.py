@@ -25,6 +25,18 @@ def test_an_unknown_name_suggests_similar_names(fruit):
         fruit["zzz"]
 
 
+def test_an_unknown_name_refers_to_the_command_that_lists_a_long_registry():
+    registry = Registry[int]("preset", listing="ritz list optimizers")
+    for name in ("gadam/vgg16/cifar10", "gadam/lstm/ptb", "sgd/vgg16/cifar10"):
+        registry.register(name)(0)
+
+    with pytest.raises(UnknownNameError, match="no preset is named 'zzz'; see ritz list optimi"):
+        registry["zzz"]
+    # A part of a name is no near match of it by its characters.
+    with pytest.raises(UnknownNameError, match="did you mean gadam/lstm/ptb or gadam/vgg16/cifar"):
+        registry["Gadam"]
+
+
 def test_registering_a_name_twice_raises(fruit):
     with pytest.raises(ValueError, match="the fruit 'pear' is registered already"):
         fruit.register("pear")(3)

@@ -134,7 +134,7 @@ def test_every_help_has_an_example_and_fits_80_columns(capsys, monkeypatch):
             "--set takes KEY=VALUE, got 'size'",
         ),
         (["study", "synthetic_spectra", "--set", "sise=3"], "did you mean size?"),
-        (["study", "synthetic_spectra", "--set", "size=x"], "size must be of type int"),
+        (["study", "synthetic_spectra", "--set", "size=x"], "size must be a whole number"),
         (["study", "synthetic_spectra", "--set", "size=2"], "size must be at least 4"),
     ],
 )

@@ -100,7 +100,7 @@ def test_a_run_that_diverges_exits_with_code_one(here, tmp_path, capsys):
         (["--epochs", "0"], "--epochs must be at least 1, got 0"),
         (["--watch", "0"], "--watch must be at least 1, got 0"),
         (["--average-from", "9"], "--average-from must be between 1 and 2, got 9"),
-        (["--optimizer", "gadan"], "no optimizer is named 'gadan'; did you mean gadam"),
+        (["--optimizer", "gadan"], "no optimiser is named 'gadan'; did you mean gadam"),
         (["--schedule", "cosine"], "linear, linear_held, step; got 'cosine'"),
         (["--set", "momentum"], "--set takes KEY=VALUE, got 'momentum'"),
         (["--device", "tpu"], "device must be cpu, cuda or cuda:<number>, got 'tpu'"),

@@ -138,7 +138,7 @@ def test_patience_ends_a_run(here, tmp_path, capsys):
         (["--quantity", "trace"], "--quantity trace needs --watch: add --watch 1"),
         (["--watch-matrix", "ggn"], "--watch-matrix ggn needs --watch: add --watch 1"),
         (["--watch-samples", "64"], "--watch-samples 64 needs --watch: add --watch 1"),
-        (["--watch", "1", "--quantity", "norm"], "got 'norm'; did you mean"),
+        (["--watch", "1", "--quantity", "norm"], "named 'norm'; did you mean"),
         (["--average-every", "hour"], "--average-every must be one of step, epoch; got 'hour'"),
     ],
 )

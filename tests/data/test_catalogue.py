@@ -34,12 +34,10 @@ def test_an_unknown_name_suggests_the_nearest(wrong, right):
 
 
 def test_an_unknown_or_missing_option_names_the_known_ones():
-    message = "the data set 'mnist' got an .*'labels'; its options are: validation"
+    message = "data set mnist: got an .*'labels'; its options are validation"
     with pytest.raises(TypeError, match=message):
         data.load("mnist", labels="fine")
-    with pytest.raises(
-        TypeError, match=r"the data set 'text' missing .*argument: 'file'; its options"
-    ):
+    with pytest.raises(TypeError, match=r"data set text: missing .*argument: 'file'; its options"):
         data.load("text")
 
 
@@ -79,7 +77,7 @@ def test_a_missing_file_is_named_with_the_folders_searched_and_its_source(mnist_
     with pytest.raises(FileNotFoundError) as raised:
         data.load("mnist", data_dir=mnist_folder.parent)
     message = str(raised.value)
-    assert message.startswith("'mnist' is not complete: t10k-images-idx3-ubyte (or .gz)")
+    assert message.startswith("'mnist' needs t10k-images-idx3-ubyte (or .gz), not found in")
     assert str(mnist_folder) in message
     assert "yann.lecun.com" in message
     assert "\n" not in message
@@ -104,3 +102,24 @@ def test_the_package_imports_without_optional_libraries():
     code = "import sys, ritz.data; print([n for n in ('sklearn', 'PIL') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_images_print_as_one_line_with_their_sizes():
+    images = data.load("digits", validation=280)
+
+    assert str(images) == (
+        "ImageData(digits, 10 classes, images of 1 x 8 x 8, train 1,000, validation 280, test 517, "
+        "cpu)"
+    )
+    assert str(images.test) == "Split(517 images of 1 x 8 x 8, cpu)"
+    assert str(images.test.batches(100)) == "Epoch(6 batches)"
+
+
+def test_a_text_prints_as_one_line_with_its_sizes(tmp_path):
+    (tmp_path / "story.txt").write_text("abcd" * 25)
+
+    text = data.load("text", file=str(tmp_path / "story.txt"), length=5)
+
+    sizes = "train 90, validation 5, test 5"
+    assert str(text) == f"TextData(text, vocabulary of 4, tokens: {sizes}, cpu)"
+    assert str(text.train) == "TextSplit(90 tokens, segments of 5, cpu)"

@@ -40,7 +40,7 @@ def test_files_are_found_in_the_folder_and_in_sub_folders(mnist_folder, tmp_path
 
 def test_mnist_files_are_not_read_as_fashion_mnist(mnist_folder):
     with pytest.raises(
-        FileNotFoundError, match=r"train-images.*and 3 other files not found.*zalandoresearch"
+        FileNotFoundError, match=r"train-images.*and 3 other files, not found.*zalandoresearch"
     ):
         data.load("fashion-mnist", data_dir=mnist_folder)
     mnist_folder.rename(mnist_folder.with_name("fashion-mnist"))

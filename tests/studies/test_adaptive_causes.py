@@ -32,7 +32,7 @@ def test_every_method_has_an_error_for_every_seed(result):
 def test_the_result_is_written_read_and_compared(result, tmp_path):
     loaded = ritz.load(write(adaptive_causes, result, tmp_path)[0])
     assert str(loaded) == str(result)
-    rows = evidence(loaded)
+    rows = list(evidence(loaded))
     assert [row.where for row in rows] == ["Table 2", "Table 2", "Figure 4.2b"]
     assert all(name in rows[2].measured for name in ("Lanczos-Newton", "best SGD", "best Adam"))
     assert all(name in rows[2].why for name in METHODS if "momentum" in name)

@@ -93,4 +93,4 @@ def test_kfac_is_read_along_a_constant_ratio_of_damping_and_rate():
     norms = result.grids["kfac"][2, 0]
     expected = f"{norms[1, 1]:.3g}, {norms[0, 0]:.3g}"
     assert rows["Table 2, right"].measured == expected
-    assert "by rate 0.1, 0.01" in rows["Figure 4"].what
+    assert "learning rate of 0.1, 0.01" in rows["Figure 4"].what

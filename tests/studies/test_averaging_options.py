@@ -34,7 +34,7 @@ def test_the_result_is_written_and_its_evidence_has_every_claim(result, tmp_path
     files = studies.write(study, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]
     assert str(ritz.load(files[0])) == str(result)
-    assert len(study.evidence(result)) == 14
+    assert len(list(study.evidence(result))) == 14
 
 
 @pytest.mark.parametrize("bad", [{"num_epochs": 3}, {"label_noise": 1.5}, {"num_seeds": 1}])

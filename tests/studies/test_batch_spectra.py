@@ -171,13 +171,6 @@ def test_a_model_that_does_not_apply_to_a_network_is_named(result):
     assert row.verdict == "undecided"  # nothing was tested
 
 
-def test_a_result_without_spectra_is_drawn(result):
-    earlier = replace(result, spectra={})
-    assert len(batch_spectra.figure(earlier).axes) == 2
-    assert len(batch_spectra.figure(result).axes) == 3
-    assert "bulk from" not in str(earlier)
-
-
 def test_the_panels_of_one_network_are_in_two_columns_and_name_the_matrix(result):
     both = replace(
         result, config=replace(result.config, matrices=("hessian", "ggn")),

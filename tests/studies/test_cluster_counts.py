@@ -105,7 +105,7 @@ def test_mixed_graphs_are_counted_by_every_method(monkeypatch):
         assert bool(((counts - 6).abs() < 4 * math.sqrt(2 * 6 / 10)).all())
     # One number of planted clusters is a point and has no panel of its own.
     (ax,) = cluster_counts.figure(found).axes
-    assert ax.get_title().startswith("mixed kinds")
+    assert ax.get_title(loc="left") == "Clusters of mixed kinds; the default is exact"
 
 
 def labels(ax):
@@ -118,7 +118,7 @@ def test_the_figure_names_graphs_without_a_gap(result):
     rows = (real, replace(real, estimates=absent), replace(real, estimates=half))
     planted, ax = cluster_counts.figure(replace(result, real=rows)).axes
     assert labels(ax) == ["ca-GrQc", "ca-GrQc: no gap", "ca-GrQc (no gap: m = 20)"]
-    assert "limit of the probes" in labels(planted)
+    assert "error of the probes" in labels(planted)
 
 
 def test_wrong_settings_name_the_field():

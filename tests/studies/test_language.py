@@ -67,7 +67,7 @@ def test_the_result_is_written_and_its_evidence_has_every_comparison(result, tmp
     files = studies.write(study, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]
     assert str(ritz.load(files[0])) == str(result)
-    rows = study.evidence(result)
+    rows = list(study.evidence(result))
     assert len(rows) == len(study.CLAIMS)
     assert rows[0].published == "-7.0"  # 58.77 against 63.16
 

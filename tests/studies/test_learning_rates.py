@@ -7,7 +7,7 @@ import torch
 
 import ritz
 from ritz.studies import damping, learning_rates, write
-from ritz.studies._training import exponent
+from ritz.studies._training import exponent, initial_network
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +96,18 @@ def test_an_exponent_is_the_slope_of_a_power_law():
 def test_wrong_configurations_are_refused(study, options, match):
     with pytest.raises(ValueError, match=match):
         study.Config(**options)
+
+
+def test_initial_weights_differ_between_seeds():
+    config, samples = damping.SIZES["smoke"], (torch.randn(20, 1, 8, 8), torch.arange(20) % 10)
+
+    first, again, other = (
+        initial_network("mlp", dataclasses.replace(config, seed=seed), samples)
+        for seed in (0, 0, 1)
+    )
+
+    for weights, same, different in zip(
+        *(model.parameters() for model in (first, again, other)), strict=True
+    ):
+        assert torch.equal(weights, same)
+        assert not torch.equal(weights, different)

@@ -65,12 +65,12 @@ def test_text_is_converted_to_the_type_of_the_field(key, text, value):
 @pytest.mark.parametrize(
     ("key", "text", "match"),
     [
-        ("size", "many", "size must be of type int, got 'many'"),
-        ("rate", "", "rate must be of type float"),
+        ("size", "many", "size must be a whole number, got 'many'"),
+        ("rate", "", "rate must be a number, got ''"),
         ("fast", "perhaps", "fast must be one of false, true; got 'perhaps'"),
         ("kind", "wigher", "kind must be one of wigner, wishart"),
-        ("steps", "5,x", "steps must be of type int, got 'x'"),
-        ("limit", "nothing", "limit must be of type int"),
+        ("steps", "5,x", "steps must be a whole number, got 'x'"),
+        ("limit", "nothing", "limit must be a whole number"),
     ],
 )
 def test_text_of_the_wrong_type_names_the_field(key, text, match):

@@ -60,7 +60,7 @@ def test_a_measurement_that_was_interrupted_is_completed_without_training(smoke,
 
 def test_evidence_compares_what_was_run(smoke, tmp_path):
     _, result = smoke
-    rows = vgg16.evidence(result)
+    rows = list(vgg16.evidence(result))
     # Other networks than the published one are compared in their sharpness alone.
     assert {(row.paper, row.where) for row in rows} == {
         ("FLAT", "Section 5, Figure 8"), ("FLAT", "Section 5, Figure 10"), ("GADAM", "Table 9"),

@@ -224,26 +224,6 @@ def test_half_a_line_is_not_read_and_a_foreign_log_is_refused(tmp_path):
             batch_size=12)  # fmt: skip
 
 
-def test_a_run_that_logged_the_learning_rate_as_rate_is_read_and_resumed(tmp_path):
-    run, log = tmp_path / "run", tmp_path / "log.jsonl"
-    fit(network(), samples(), checkpoint=run, log=log, **RUN | {"num_epochs": 1})
-    file = run / "checkpoint.safetensors"
-    checkpoint = ritz.load(file)
-    checkpoint.records = [
-        {"rate" if name == "learning_rate" else name: value for name, value in record.items()}
-        for record in checkpoint.records
-    ]
-    log.write_text(log.read_text().replace("learning_rate", "rate"))
-    checkpoint.log_bytes = log.stat().st_size
-    ritz.save(checkpoint, file)
-
-    result = fit(network(), samples(), checkpoint=run, log=log, **RUN)
-
-    rates = result.history["learning_rate"]
-    assert rates.isfinite().all()
-    assert [record["learning_rate"] for record in read_log(log)] == rates.tolist()
-
-
 def test_a_damaged_checkpoint_is_named_with_a_way_out(tmp_path):
     fit(network(), samples(), checkpoint=tmp_path, **RUN)
     file = tmp_path / "checkpoint.safetensors"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training.examples import assert_same_bits, network, samples, state
+from training.examples import Stop, StoppedError, assert_same_bits, network, samples, state
 
 from ritz.training import CheckpointError, TrainingConfig, fit, read_log, read_weights
 from ritz.training._checkpoint import sole_writer
@@ -19,23 +19,6 @@ from ritz.training._data import as_parts
 from ritz.training._run_folder import RunConfig, read_run, run_weights, train_run
 
 RUN = {"num_epochs": 2, "batch_size": 12}
-
-
-class StoppedError(Exception):
-    pass
-
-
-class Stop:
-    """Ends a run after so many steps as a kill would: nothing is saved at the end."""
-
-    unit = "step"
-
-    def __init__(self, step):
-        self.step = step
-
-    def __call__(self, count, model, optimizer):
-        if count == self.step:
-            raise StoppedError
 
 
 def names(folder):

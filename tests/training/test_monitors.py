@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training.examples import assert_same_bits, network, samples, state
+from training.examples import Stop, StoppedError, assert_same_bits, network, samples, state
 
 import ritz
 from ritz.data import Augmentation, Split, TextSplit
@@ -159,19 +159,6 @@ def test_watching_everything_changes_no_bit_of_a_run(tmp_path):
         assert_same_bits(*(read_weights(file) for file in files))
 
 
-class Stop:
-    """Raises after so many steps."""
-
-    unit = "step"
-
-    def __init__(self, step):
-        self.step = step
-
-    def __call__(self, count, model, optimizer):
-        if count == self.step:
-            raise KeyboardInterrupt
-
-
 def remember():
     return watching("step", quantities=REMEMBERED)
 
@@ -183,7 +170,7 @@ def test_a_resumed_run_measures_the_same_numbers(tmp_path):
     fit(whole, augmented(), monitors=[remember()], log=tmp_path / "whole.jsonl", **common)
     options = {"checkpoint": tmp_path / "run", "log": tmp_path / "parts.jsonl", **common}
     for step in (5, 8):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(StoppedError):
             fit(parts, augmented(), monitors=[remember(), Stop(step)], **options)
     # From a model and a monitor that know nothing of the run.
     parts = convolutional(seed=1)
@@ -239,3 +226,9 @@ class Turned(torch.nn.Module):
 
     def forward(self, x):
         return x.transpose(1, 2)
+
+
+def test_a_monitor_prints_what_it_measures_and_not_its_data():
+    monitor = CurvatureMonitor(samples(), quantities=["trace", "lambda_max"], every=5, unit="step")
+
+    assert str(monitor) == "CurvatureMonitor(trace, lambda_max; hessian, every 5 steps)"

@@ -13,7 +13,7 @@ import ritz
 from ritz.measures import bulk_edge, rank_degeneracy
 from ritz.optim import weight_norms
 from ritz.training import CurvatureMonitor, fit, quantity_names, register_quantity, scalars
-from ritz.training._quantities import QUANTITIES, quantity_table
+from ritz.training._quantities import QUANTITIES
 from ritz.training._snapshot import TUNING
 
 COUNT, BATCH, RATE = 24, 6, 0.2
@@ -411,7 +411,7 @@ def test_scalars_are_the_finite_numbers_of_a_record():
         ({"batch_norm": "off"}, "batch_norm must be one of train, eval, recomputed"),
         (
             {"quantities": ["lambda"]},
-            "got 'lambda'; did you mean lambda_m",
+            "'lambda'; did you mean lambda_m",
         ),
         ({"quantities": "trace"}, "quantities must be a list of alpha"),
     ],
@@ -489,5 +489,12 @@ def test_the_stated_cost_is_that_of_the_products_that_are_made(name, monkeypatch
 
 def test_the_documented_table_is_that_of_the_registry():
     text = (Path(__file__).parents[2] / "docs" / "monitors.md").read_text()
+    monitor = CurvatureMonitor(samples())
 
-    assert quantity_table(CurvatureMonitor(samples())) in text
+    rows = ["| quantity | what it is | shares | cost |", "| --- | --- | --- | --- |"]
+    for group in ("curvature", "stability", "gradients", "weights", "steps"):
+        for each in (QUANTITIES[name] for name in quantity_names()):
+            if each.group == group and each.measure.__module__.startswith("ritz."):
+                words, shares = each.text.replace("|", "\\|"), ", ".join(each.parts) or "-"
+                rows.append(f"| `{each.name}` | {words} | {shares} | {each.cost(monitor):g} |")
+    assert "\n".join(rows) in text

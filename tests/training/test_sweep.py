@@ -245,7 +245,7 @@ def test_names_of_the_command_line_and_of_the_library_are_one():
         ({"lr": ["a"]}, "lr must be a number, got str"),
         ({"batch_size": [8, 0]}, "batch_size must be at least 1, got 0"),
         ({"schedule": ["cosine"]}, "schedule must be one of constant, linear"),
-        ({"optimizer": ["sgdd"]}, "no optimizer is named 'sgdd'"),
+        ({"optimizer": ["sgdd"]}, "no optimiser is named 'sgdd'"),
         ({"optimizer.momentun": [0.9]}, "optimizer sgd has no setting 'momentun'; it has lr"),
         ({"optimizer": ["sgd", "adam"], "optimizer.momentum": [0.9]}, "adam has no setting"),
         ({"average_from": [3]}, "average_from must be between 1 and 2, got 3"),

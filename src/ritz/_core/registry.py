@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class UnknownNameError(KeyError):
+class UnknownNameError(KeyError, ValueError):
     """Nothing is registered under this name. The message suggests similar names."""
 
     def __str__(self) -> str:
@@ -15,10 +15,15 @@ class UnknownNameError(KeyError):
 
 
 class Registry(Generic[T]):
-    """Table of entries by name. Registering a name twice raises; unknown names get suggestions."""
+    """Table of entries by name. Registering a name twice raises; unknown names get suggestions.
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    Args:
+        kind: What an entry is, for messages.
+        listing: Command that lists all names, if they do not fit in a message.
+    """
+
+    def __init__(self, kind: str, *, listing: str = "") -> None:
+        self._kind, self._listing = kind, listing
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -35,7 +40,8 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name in self._entries:
             return self._entries[name]
-        raise UnknownNameError(f"no {self._kind} is named {name!r}; {suggest(name, self)}")
+        hint = suggest(name, self, listing=self._listing)
+        raise UnknownNameError(f"no {self._kind} is named {name!r}; {hint}")
 
     def find(self, name: str) -> T:
         """Return an entry, ignoring case, ``-`` and ``_`` in its name.
@@ -52,12 +58,16 @@ class Registry(Generic[T]):
         return name in self._entries
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: similar names, or all of them."""
+def suggest(name: str, known: Iterable[str], *, listing: str = "") -> str:
+    """Return a hint for an unknown name: similar names, else where all are listed, else all."""
     # difflib compares characters, so "ADAM" would be far from "adam".
     lower = {each.lower(): each for each in known}
-    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3)]
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(lower.values())}"
+    close = difflib.get_close_matches(name.lower(), lower, n=3)
+    # "gadam" is far from "gadam/vgg16/cifar10", which contains it.
+    close = close or [each for each in lower if name and name.lower() in each][:3]
+    if close:
+        return f"did you mean {' or '.join(lower[each] for each in close)}?"
+    return f"see {listing}" if listing else f"known: {', '.join(lower.values())}"
 
 
 def _fold(name: str) -> str:

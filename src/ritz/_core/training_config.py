@@ -428,21 +428,25 @@ def combine(config: TrainingConfig | None, options: Mapping[str, Any]) -> Traini
             # Settings of an optimiser are what people try first.
             settings = name in ("lr", "weight_decay", "momentum", "betas", "eps")
             hint = "pass optimizer_settings={" + f"{name!r}: ...}}" if settings else ""
-            raise TypeError(f"fit has no option {name!r}; {hint or suggest(name, known)}")
+            near = suggest(name, known, listing="help(ritz.training.TrainingConfig)")
+            raise TypeError(f"fit has no option {name!r}; {hint or near}")
     return replace(config or TrainingConfig(), **options)
 
 
-def check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
+def check_same(
+    before: Mapping[str, Any], now: Mapping[str, Any], path: Any, *, show: Any = repr
+) -> None:
     """Raise if a run is resumed with other options than it was started with."""
     for name, value in now.items():
         if name == "optimizer_settings":  # named one by one: lr rather than a dictionary
-            check_same(
-                _complete(before.get(name, {}), value), _complete(value, before.get(name, {})), path
-            )
+            old = before.get(name, {})
+            # Settings are stored as text already.
+            check_same(_complete(old, value), _complete(value, old), path, show=str)
         elif name in before and before[name] != value:
             raise ValueError(
-                f"{path} was made with {name}={before[name]!r}, this run has {value!r}: pass the "
-                "same value or another folder, or start again with resume=False (--restart)"
+                f"{path} was made with {name}={show(before[name])}, this run has {show(value)}: "
+                "pass the same value or another folder, or start again with resume=False "
+                "(--restart)"
             )
 
 

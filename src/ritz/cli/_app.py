@@ -13,12 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from ritz import cli
-from ritz._core.registry import UnknownNameError
 from ritz._version import __version__
 from ritz.cli._options import flatten_options
 
 # Errors of the input, which the user can correct, have exit code 2; all others have 1.
-BAD_INPUT = (ValueError, TypeError, UnknownNameError, OSError)
+BAD_INPUT = (ValueError, TypeError, OSError)
 BY_KEYBOARD = 130  # exit code with which the parser reports ctrl-C
 # Seconds that other processes wait before they print an error: long enough for the first process
 # to print it and for the launcher to end the others.
@@ -45,9 +44,9 @@ def build() -> typer.Typer:
     app = typer.Typer(name="ritz", no_args_is_help=True, epilog=start)
     app.callback()(_options)
     # Nothing is registered by hand: a new file is a new command.
-    found = [info.name for info in pkgutil.iter_modules(cli.__path__) if info.name[0] != "_"]
-    panels = {name: panel for panel, names in PANELS.items() for name in names if name in found}
-    for name in dict.fromkeys([*panels, *found]):
+    commands = [info.name for info in pkgutil.iter_modules(cli.__path__) if info.name[0] != "_"]
+    panels = {name: panel for panel, names in PANELS.items() for name in names if name in commands}
+    for name in dict.fromkeys([*panels, *commands]):
         module, panel = importlib.import_module(f"{cli.__name__}.{name}"), panels.get(name)
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name, rich_help_panel=panel)
@@ -74,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
         if len(plain) < len(arguments):
             raise
         if hasattr(error, "format_message"):  # usage errors of the parser
-            line = _usage_error(error.format_message(), plain)
+            line = _usage_error(" ".join(error.format_message().split()), plain)
             return _complain(line or "no command given: try ritz --help", 2)
         return _complain(_line(error, command, plain), 2 if isinstance(error, BAD_INPUT) else 1)
     if code == BY_KEYBOARD:
@@ -142,11 +141,11 @@ def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
 
 def _usage_error(message: str, arguments: Sequence[str]) -> str:
     """Return an error of the parser as one of ritz: the option, what it must be, the value."""
-    found = re.fullmatch(r"Invalid value for '(?P<name>.+?)': (?P<reason>.*)", message, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r"Invalid value for '(?P<name>.+?)': (?P<reason>.*)", message, re.DOTALL)
+    if match is None:
         return message
     # "Value error, " is of the library that checks choices.
-    name, reason = found["name"], found["reason"].removeprefix("Value error, ")
+    name, reason = match["name"], match["reason"].removeprefix("Value error, ")
     if choice := re.fullmatch(r"(?P<value>'.*') is not one of (?P<names>'.*')\.?", reason):
         return (
             f"{name} must be one of {choice['names'].replace(chr(39), '')}; got {choice['value']}"

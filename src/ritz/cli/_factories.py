@@ -48,7 +48,10 @@ def make_model(
         # Not every model depends on the number of classes or on the shape of the inputs.
         accepted = models.options(target)
         keywords = {name: known[name] for name in known if name in accepted} | dict(options)
-        return models.create(target, generator=torch.Generator().manual_seed(seed), **keywords)
+        try:
+            return models.create(target, generator=torch.Generator().manual_seed(seed), **keywords)
+        except ValueError as error:  # such as images that are too small for the network
+            raise ValueError(f"model {target} for data {parts.name}: {error}") from error
     # User code draws its weights from the global generator, which is seeded and then restored.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

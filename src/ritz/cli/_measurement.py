@@ -255,13 +255,13 @@ class Session(ABC):
         # Options that the name may have to mention: those of the command itself.
         entries = {entry.name: entry for entry in fields(self.options)}
         shared = {entry.name for entry in fields(MeasureOptions)}
-        own = [
+        of_command = [
             key for key in entries if key not in shared and not entries[key].metadata.get("free")
         ]
         # Order: result and its variant, weights, cost, differences from the run, random choices.
         words = [result, *(self._word(entries[key]) for key in leading)]
         stem, changes = self.name_parts
-        words += [stem, *(self._word(entries[key]) for key in own), *changes]
+        words += [stem, *(self._word(entries[key]) for key in of_command), *changes]
         words += [self._word(entries[key]) for key in ("samples", "l2", "precision", "seed")]
         words = [word for word in words if word]
         name = "-".join(words)

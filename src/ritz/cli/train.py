@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from ritz._core.checks import check_positive
-from ritz._core.registry import suggest
 from ritz._core.training_config import RATE, TrainingConfig
 from ritz.cli import _options as shared
 from ritz.cli._options import NETWORK, OUTPUT, option
@@ -102,11 +101,7 @@ def watching(options: Options) -> dict[str, Any]:
 
     # Names are checked before the data are read.
     for name in options.quantity or ():
-        if name not in QUANTITIES:
-            raise ValueError(
-                f"--quantity must be a name of ritz list quantities, got {name!r}; "
-                f"{suggest(name, QUANTITIES)}"
-            )
+        QUANTITIES[name]  # an unknown name raises and suggests similar ones
     for entry in fields(Options) if options.watch is None else ():
         value = getattr(options, entry.name)
         if entry.name in WATCHED and value != entry.default:

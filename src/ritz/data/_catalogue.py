@@ -13,7 +13,7 @@ from ritz._core.registry import Registry
 from ritz.data._images import ImageData
 from ritz.data._texts import TextData
 
-DATASETS = Registry[Callable[..., Any]]("data set")
+DATASETS = Registry[Callable[..., Any]]("data set", listing="ritz list datasets")
 
 
 def load(
@@ -54,7 +54,7 @@ def load(
         signature.bind(None, **options)
     except TypeError as error:
         known = ", ".join([*signature.parameters][1:])
-        raise TypeError(f"the data set {name!r} {error}; its options are: {known}") from error
+        raise TypeError(f"data set {name}: {error}; its options are {known}") from error
     target = check_device(device)
     folder = data_dir if data_dir is not None else os.environ.get("RITZ_DATA") or None
     data: ImageData | TextData = reader(folder and Path(folder).expanduser(), **options)

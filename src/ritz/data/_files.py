@@ -58,7 +58,7 @@ def locate(
     missing = [file for file, path in zip(files, fullest, strict=True) if not path]
     more = f" and {len(missing) - 1} other files" if len(missing) > 1 else ""
     raise FileNotFoundError(
-        f"{name!r} is not complete: {missing[0]} (or .gz){more} not found in "
+        f"{name!r} needs {missing[0]} (or .gz){more}, not found in "
         f"{', '.join(map(str, places))}; {hint}"
     )
 

@@ -120,6 +120,9 @@ class Epoch(Sequence[Samples]):
     def __len__(self) -> int:
         return len(self.bounds)
 
+    def __repr__(self) -> str:
+        return f"Epoch({len(self):,} batches)"
+
     @overload
     def __getitem__(self, index: int) -> Samples: ...
     @overload
@@ -172,6 +175,10 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def __repr__(self) -> str:
+        sides = " x ".join(map(str, self.inputs.shape[1:]))
+        return f"Split({len(self):,} images of {sides}, {self.device})"
 
     @property
     def device(self) -> torch.device:
@@ -284,6 +291,15 @@ class ImageData:
     classes: tuple[str, ...]
     augmentation: Augmentation | None
     split_seed: int | None
+
+    def __repr__(self) -> str:
+        splits = {"train": self.train, "validation": self.validation, "test": self.test}
+        sizes = [f"{name} {len(split):,}" for name, split in splits.items() if split is not None]
+        sides = " x ".join(map(str, self.shape))
+        return (
+            f"ImageData({self.name}, {self.num_classes} classes, images of {sides}, "
+            f"{', '.join(sizes)}, {self.train.device})"
+        )
 
     @property
     def num_classes(self) -> int:

@@ -32,6 +32,9 @@ class TextSplit:
     def __post_init__(self) -> None:
         check_count("length", self.length)
 
+    def __repr__(self) -> str:
+        return f"TextSplit({len(self.tokens):,} tokens, segments of {self.length}, {self.device})"
+
     @property
     def device(self) -> torch.device:
         """Device that stores the tokens."""
@@ -119,6 +122,14 @@ class TextData:
     validation: TextSplit
     test: TextSplit
     vocabulary: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        splits = {"train": self.train, "validation": self.validation, "test": self.test}
+        sizes = ", ".join(f"{name} {len(split.tokens):,}" for name, split in splits.items())
+        return (
+            f"TextData({self.name}, vocabulary of {self.num_classes:,}, tokens: {sizes}, "
+            f"{self.train.device})"
+        )
 
     @property
     def num_classes(self) -> int:

@@ -35,7 +35,7 @@ class Tuning:
     # noise does.
     shares: tuple[float, float] = (1 / 3, 2 / 3)
     # Usual range of the trials, in units of the edge. From trained weights, three networks on MNIST
-    # trained at up to 0.8 to 3.6 times the edge.
+    # trained at up to 0.5 to 4.2 times the edge.
     usual: tuple[float, float] = (1.0, 5.0)
     # Warn if one step along the gradient would reduce a quadratic loss by more than this fraction.
     gain: float = 0.1
@@ -381,7 +381,7 @@ def _sentence_lines(advice: Advice) -> list[str]:
 def _notes(advice: Advice) -> list[str]:
     scaling = (
         "The edge is local and depends on the curvature alone. In experiments near a minimum, "
-        "small networks trained at up to 0.8 to 3.6 times the edge. Intervals (±) are 95 %."
+        "small networks trained at up to 0.5 to 4.2 times the edge. Intervals (±) are 95 %."
     )
     changes = [_format(advice.changes_at, i) for i in range(3)]
     if math.isfinite(float(advice.changes_at.mean[0])):

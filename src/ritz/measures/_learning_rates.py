@@ -237,7 +237,7 @@ def trainable_rate(
     this with other batches, starting from the previous limit. The model of the risk is not changed:
     a copy is trained, in training mode, with batch statistics and dropout if the model has them.
 
-    For three small networks on MNIST, this limit was 0.8 to 3.6 times the edge of local stability
+    For three small networks on MNIST, this limit was 0.5 to 4.2 times the edge of local stability
     at trained weights, because the weights move to flatter regions.
 
     Cost: 4 to 8 trainings of ``num_steps`` batches for the first trial, 2 to 5 for each further

@@ -70,7 +70,7 @@ class Entry:
     draw: Draw
 
 
-_MODELS: Registry[Entry] = Registry("model")
+_MODELS: Registry[Entry] = Registry("model", listing="ritz list models")
 
 
 def register(name: str, *, draw: Draw = draw_weights, **fixed: Any) -> Callable[[Build], Build]:

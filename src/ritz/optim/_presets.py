@@ -85,7 +85,7 @@ def from_preset(
     return chosen.optimizer(params, **(settings | changes))
 
 
-_PRESETS: Registry[Preset] = Registry("preset")
+_PRESETS: Registry[Preset] = Registry("preset", listing="ritz list optimizers")
 
 
 def _add(

@@ -8,9 +8,8 @@ batch sizes (``batch_scaling``, ``advice``). ``panels`` makes a figure, and ``sa
 it.
 """
 
-from ritz.plots import _networks, _sweeps  # noqa: F401  (they register plots)
-from ritz.plots._advice import advice
-from ritz.plots._batches import batch_scaling
+from ritz.plots import _networks  # noqa: F401  (it registers plots)
+from ritz.plots._batches import advice, batch_scaling
 from ritz.plots._graphs import similarity
 from ritz.plots._landscapes import landscape, landscape2d
 from ritz.plots._monitors import curvature_over_time, degeneracy, watched

@@ -1,15 +1,16 @@
-"""Plots of mini-batches: quantities over batch sizes, the edge of the bulk, the gradient."""
+"""Plots over batch sizes: ``batch_scaling``, predictions of batches, and ``advice``."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from ritz.measures import BatchPrediction, BulkEdge, GradientOverlap
+from ritz._core.results import Estimate
+from ritz.measures import Advice, BatchPrediction
 from ritz.plots import _series as arrays
 from ritz.plots import _style as style
-from ritz.plots._plot import draw, plot
-from ritz.plots._series import as_array
+from ritz.plots._plot import plot
+from ritz.plots._series import as_array, check_drawn
 from ritz.plots._style import STYLE, Axes, Figure
 
 # Predictions that are drawn as lines without error bars, beside the one to trust.
@@ -83,7 +84,7 @@ def _draw_curves(ax: "Axes", result: BatchPrediction, quantity: str) -> None:
         values = as_array(getattr(getattr(result, name), quantity).mean)
         # A model that does not apply has no line.
         if np.isfinite(values).any():
-            prediction_line(ax, result, name, values, STYLE.palette[index])
+            _draw_prediction(ax, result, name, values, STYLE.palette[index])
     estimate = getattr(result.best, quantity)
     mean, error = as_array(estimate.mean), np.nan_to_num(as_array(estimate.error()))
     if quantity == "value":
@@ -91,6 +92,7 @@ def _draw_curves(ax: "Axes", result: BatchPrediction, quantity: str) -> None:
         # A band down to zero has no place on a logarithmic scale.
         low = np.maximum(mean - spread, 0.5 * mean)
         style.band(ax, np.array(sizes, dtype=np.float64), low, mean + spread)
+        ax.collections[-1].set_label("spread of batches")
         ax.axhline(
             float(result.lambda_max),
             linestyle=":",
@@ -102,7 +104,7 @@ def _draw_curves(ax: "Axes", result: BatchPrediction, quantity: str) -> None:
     )
 
 
-def prediction_line(
+def _draw_prediction(
     ax: "Axes", result: BatchPrediction, name: str, values: np.ndarray[Any, Any], colour: str
 ) -> None:
     """Draw a prediction over batch sizes: dashed where its model holds, otherwise dotted."""
@@ -115,44 +117,74 @@ def prediction_line(
 
 
 # ------------------------------------------------------------------------------------------
-# The edge of the bulk, and the overlap of the gradient with eigenvectors.
+# Advice: predicted curvature, learning rates and damping.
+
+ADAPTIVE = ("adam", "kfac")  # optimisers with a damping
+TITLES = {"sgd": "SGD", "momentum": "SGD", "nesterov": "Nesterov", "adam": "Adam", "kfac": "K-FAC"}
 
 
-@draw.register(BulkEdge)
-def _(result: BulkEdge, ax: "Axes") -> None:
-    values, weights = as_array(result.values), as_array(result.weights)
-    # A logarithmic scale has no zero: stems begin at half the smallest weight.
-    floor = max(0.5 * float(weights.min()), 1e-18)
-    outside, near = (as_array(part) for part in (result.outliers, result.near))
-    beyond = np.isin(values, outside)
-    kinds: Any = (
-        ("bulk", ~beyond & ~np.isin(values, near), STYLE.grey),
-        ("Tracy-Widom region", np.isin(values, near), STYLE.blue),
-        ("outliers", beyond, STYLE.vermilion),
-    )
-    for label, chosen, colour in kinds:
-        if chosen.any():
-            style.stems(ax, values[chosen], weights[chosen], floor, color=colour, label=label)
-    ax.set(yscale="log", ylim=(floor, 2.0))
-    low, high = result.noise
-    if np.isfinite(result.margin):
-        for edge, side in ((low, -1), (high, 1)):
-            ax.axvspan(*sorted((edge, edge + side * result.margin)), color=STYLE.sky, alpha=0.4,
-                       linewidth=0)  # fmt: skip
-            ax.axvline(edge, label="edge of the noise" if side > 0 else None, **style.REFERENCE)
-    ax.axvline(float(result.crude), linestyle="--", color=STYLE.vermilion, linewidth=STYLE.thin,
-               label=r"$5\,\mathrm{tr} H / P$")  # fmt: skip
-    title = style.result_title(result)
-    style.finish(ax, r"Ritz value $\theta$", r"weight $\tau$", title)
+def advice(advice: Advice, *, axes: "Sequence[Axes] | None" = None) -> list["Axes"]:
+    r"""Draw predicted curvature and learning rates over batch sizes, and return the axes.
+
+    The first panel shows the largest eigenvalue of batches, its spread, and other models of it,
+    dotted where they do not hold. The second shows the edge of local stability, the recommended
+    learning rate, the largest one that trials trained with, and the one of the run. For Adam and
+    K-FAC, a third shows the least damping per unit of learning rate. Bars are 95 % intervals.
+
+    Args:
+        advice: Result of :func:`ritz.advise`.
+        axes: Two axes, or three for ``adam`` and ``kfac``. Defaults to a new figure.
+    """
+    check_drawn("advice", advice, Advice)
+    panels = [_draw_curvature, _draw_rates]
+    panels += [_draw_damping] if advice.optimizer in ADAPTIVE else []
+    if axes is not None and len(axes) != len(panels):
+        raise ValueError(f"axes must be {len(panels)} for {advice.optimizer}, got {len(axes)}")
+    drawn = list(axes or style.panels(1, len(panels), width=4.6, height=3.5)[1])
+    for ax, draw in zip(drawn, panels, strict=True):
+        draw(ax, advice)
+        style.batch_size_x(ax, advice.batch_sizes)
+        style.log_scale(ax)
+        # Translucent: with five curves and a band, no corner is free.
+        style.legend(ax, frameon=True, framealpha=0.8, edgecolor="none")
+    return drawn
 
 
-@draw.register(GradientOverlap)
-def _(result: GradientOverlap, ax: "Axes") -> None:
-    ranks = np.arange(1, len(result.values) + 1)
-    mean, error = as_array(result.overlaps.mean), as_array(result.overlaps.truncation)
-    ax.bar(ranks, mean, color=STYLE.blue, width=0.7, label=r"$(\varphi_i^\top \hat g)^2$")
-    ax.errorbar(ranks, mean, yerr=error, fmt="none", color="black", linewidth=STYLE.thin)
-    style.line(ax, ranks, mean.cumsum(), STYLE.vermilion, "sum", marker="o")
-    shown = f"curvature along the gradient {float(result.curvature):.3g}"
-    style.finish(ax, "rank of the eigenvalue", "part of the squared gradient",
-                 f"{style.result_title(result)}: {shown}", ylim=(0, 1.05))  # fmt: skip
+def _draw_curvature(ax: "Axes", advice: Advice) -> None:
+    _draw_curves(ax, advice.prediction, "value")
+    ax.set_ylabel(PANELS["value"])
+    style.set_title(ax, f"{style.result_title(advice.prediction)} of mini-batches")
+
+
+def _draw_rates(ax: "Axes", advice: Advice) -> None:
+    columns = {"edge of local stability": advice.edge, "recommended": advice.rate}
+    if advice.trainable is not None:
+        columns["largest in trials"] = advice.trainable
+    for index, (name, estimate) in enumerate(columns.items()):
+        if np.isfinite(as_array(estimate.mean)).any():
+            _bars(ax, advice.batch_sizes, estimate, index, name)
+    if advice.known is not None:
+        ax.plot(*advice.known, "*", color="black", markersize=9, label="learning rate of the run")
+    ax.set_ylabel("learning rate")
+    momentum = f", momentum {advice.momentum:g}" if advice.momentum else ""
+    style.set_title(ax, f"{TITLES[advice.optimizer]}{momentum}")
+
+
+def _draw_damping(ax: "Axes", advice: Advice) -> None:
+    label = "edge of stability" if advice.optimizer == "adam" else "noise along $\\varphi_1$"
+    _bars(ax, advice.batch_sizes, advice.damping, 0, label)
+    _bars(ax, advice.batch_sizes, advice.damping_papers, 1, "homogeneous noise")
+    ax.set_ylabel("least damping / learning rate")
+
+
+def _bars(ax: "Axes", sizes: Sequence[int], estimate: Estimate, index: int, label: str) -> None:
+    colour, marker = style.series_look(index)
+    error = as_array(estimate.error())
+    error = np.where(np.isfinite(error), error, 0.0)  # an unknown error has no bar
+    style.bars(ax, sizes, as_array(estimate.mean), yerr=error, color=colour, fmt=f"{marker}-",
+               linewidth=STYLE.line, label=label)  # fmt: skip
+
+
+@plot.register(Advice)
+def _(result: Any) -> "Figure":
+    return cast("Figure", advice(result)[0].figure)

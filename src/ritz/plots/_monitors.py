@@ -88,7 +88,9 @@ def watched(
     chosen = list(known if names is None else names)
     if unknown := [name for name in chosen if name not in known]:
         logged = ", ".join(known) or "nothing; log quantities with ritz train --watch"
-        raise ValueError(f"{', '.join(unknown)} was not logged by a monitor, which logged {logged}")
+        curves = "; training_curves (--what curves) draws loss and accuracy"
+        raise ValueError(f"{', '.join(unknown)} was not logged by a monitor, which logged {logged}"
+                         f"{curves}")  # fmt: skip
     if not chosen:
         raise ValueError("runs must have been watched, got none: train with ritz train --watch")
     columns = min(COLUMNS, len(chosen))
@@ -102,7 +104,7 @@ def watched(
 
 def watched_names(records: Iterable[arrays.Record]) -> tuple[str, ...]:
     """Return the names that monitors logged, in the order of the log; one name for all layers."""
-    found: dict[str, None] = {}
+    logged: dict[str, None] = {}
     for record in records:
         if record.get("kind") != "curvature":
             continue
@@ -110,8 +112,8 @@ def watched_names(records: Iterable[arrays.Record]) -> tuple[str, ...]:
             if isinstance(value, str) or name in ("epoch", "step"):
                 continue
             if not any(name.endswith(word) for word in BESIDE):
-                found.setdefault(name.partition(".")[0])
-    return tuple(found)
+                logged.setdefault(name.partition(".")[0])
+    return tuple(logged)
 
 
 def _draw(ax: "Axes", runs: Mapping[str, Sequence[arrays.Record]], name: str) -> None:

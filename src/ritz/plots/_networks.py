@@ -1,10 +1,10 @@
-"""Plots of trained networks: sharpness, degeneracy, calibration, shrinkage, layers, diversity."""
+"""Plots of trained networks: sharpness, degeneracy, bulk edge, calibration, layers, diversity."""
 
 from typing import Any
 
 import numpy as np
 
-from ritz.measures import Degeneracy, Sharpness, Temperature
+from ritz.measures import BulkEdge, Degeneracy, GradientOverlap, Sharpness, Temperature
 from ritz.plots import _style as style
 from ritz.plots._graphs import heat_map
 from ritz.plots._plot import draw, plot, with_fields
@@ -144,3 +144,47 @@ def _(diversity: Any) -> "Figure":
         ax.set(xlabel="solution", ylabel="solution" if ax is axes[0] else "")
         style.set_title(ax, f"mean {mean:.3g}")
     return figure
+
+
+# ------------------------------------------------------------------------------------------
+# The edge of the bulk, and the overlap of the gradient with eigenvectors.
+
+
+@draw.register(BulkEdge)
+def _(result: BulkEdge, ax: "Axes") -> None:
+    values, weights = as_array(result.values), as_array(result.weights)
+    # A logarithmic scale has no zero: stems begin at half the smallest weight.
+    floor = max(0.5 * float(weights.min()), 1e-18)
+    outside, near = (as_array(part) for part in (result.outliers, result.near))
+    beyond = np.isin(values, outside)
+    kinds: Any = (
+        ("bulk", ~beyond & ~np.isin(values, near), STYLE.grey),
+        ("Tracy-Widom region", np.isin(values, near), STYLE.blue),
+        ("outliers", beyond, STYLE.vermilion),
+    )
+    for label, chosen, colour in kinds:
+        if chosen.any():
+            style.stems(ax, values[chosen], weights[chosen], floor, color=colour, label=label)
+    ax.set(yscale="log", ylim=(floor, 2.0))
+    low, high = result.noise
+    if np.isfinite(result.margin):
+        for edge, side in ((low, -1), (high, 1)):
+            ax.axvspan(*sorted((edge, edge + side * result.margin)), color=STYLE.sky, alpha=0.4,
+                       linewidth=0)  # fmt: skip
+            ax.axvline(edge, label="edge of the noise" if side > 0 else None, **style.REFERENCE)
+    ax.axvline(float(result.crude), linestyle="--", color=STYLE.vermilion, linewidth=STYLE.thin,
+               label=r"$5\,\mathrm{tr} H / P$")  # fmt: skip
+    title = style.result_title(result)
+    style.finish(ax, r"Ritz value $\theta$", r"weight $\tau$", title)
+
+
+@draw.register(GradientOverlap)
+def _(result: GradientOverlap, ax: "Axes") -> None:
+    ranks = np.arange(1, len(result.values) + 1)
+    mean, error = as_array(result.overlaps.mean), as_array(result.overlaps.truncation)
+    ax.bar(ranks, mean, color=STYLE.blue, width=0.7, label=r"$(\varphi_i^\top \hat g)^2$")
+    ax.errorbar(ranks, mean, yerr=error, fmt="none", color="black", linewidth=STYLE.thin)
+    style.line(ax, ranks, mean.cumsum(), STYLE.vermilion, "sum", marker="o")
+    shown = f"curvature along the gradient {float(result.curvature):.3g}"
+    style.finish(ax, "rank of the eigenvalue", "part of the squared gradient",
+                 f"{style.result_title(result)}: {shown}", ylim=(0, 1.05))  # fmt: skip

@@ -41,14 +41,15 @@ def _draw_lopt(result: Any, setup: Any, axes: list[Any]) -> None:
             style.line(axes[0], setup.deltas, errors[part, :, j], colour, label, linestyle=dashes)
     for part, dashes in ((0, "--"), (1, "-")):
         level = 100 * float(result.descent[part].mean())
-        axes[0].axhline(level, color=style.STYLE.grey, linestyle=dashes, linewidth=0.8)
+        label = "gradient descent" if part else None
+        axes[0].axhline(level, color=style.STYLE.grey, linestyle=dashes, linewidth=0.8, label=label)
     axes[0].set_ylim(top=1.4 * float(errors.max()))  # room for the legend
-    title = "test, dashed: training; grey: gradient descent"
+    title = "Solid: test; dashed: training"
     style.finish(axes[0], "damping", "error (%)", title, xscale="log")
     for part, name in enumerate(("training", "test")):
         change = errors[part] - np.nanmin(errors[part])
         names = [f"{eta:g}" for eta in setup.etas]
-        title = f"{name} error above the best (%)"
+        title = f"{name.capitalize()} error above the best (%)"
         _map(axes[1 + part], change, [f"{delta:g}" for delta in setup.deltas], names, title)
         axes[1 + part].set(xlabel="eta", ylabel="damping")
 
@@ -59,7 +60,7 @@ def _draw_grid(result: Any, axes: list[Any]) -> None:
     rates, deltas = [f"{rate:g}" for rate in grid.rates], [f"{delta:g}" for delta in grid.deltas]
     for part, title in enumerate(("training error (%)", "test error (%)", "largest eigenvalue")):
         values = mean[part].T * (1 if part == 2 else 100)
-        _map(axes[part], values, deltas, rates, f"{name}: {title}")
+        _map(axes[part], values, deltas, rates, f"{name.replace('_', ' ')}: {title}")
         axes[part].set(xlabel="learning rate", ylabel="damping")
 
 

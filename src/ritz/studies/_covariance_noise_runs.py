@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ritz import data, models
+from ritz import data
 from ritz._core.batch_norm import batch_norms
 from ritz._core.journal import Journal, Parts
 from ritz.curvature import Risk, gradient_statistics, noise_sample
 from ritz.measures import calibrated_sharpness, excess_risk
 from ritz.studies._protocol import StatePath, column, seeded
+from ritz.studies._training import new_network
 from ritz.training import CurvatureMonitor, fit
 
 NOISES: tuple[Literal["full", "diagonal"], ...] = ("full", "diagonal")  # of Figure 2
@@ -99,7 +100,7 @@ class Runner:
         begin = time.perf_counter()
         model, result = self._fit(method, rate, seed, self.sets, monitor, state=state)
         seconds = time.perf_counter() - begin
-        for epoch, pair in ({} if monitor is None else monitor.found).items():
+        for epoch, pair in ({} if monitor is None else monitor.norms).items():
             norms[:, epoch] = column(pair)
         losses = torch.full((self.config.num_epochs,), math.nan, dtype=torch.float64)
         # A run that diverged has fewer epochs.
@@ -136,8 +137,7 @@ class Runner:
         self, method: str, rate: float, seed: int, sets: Any, monitor: Any = None,
         epochs: int | None = None, state: StatePath = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
-        shape: Any = {"num_classes": sets.num_classes, "input_shape": sets.shape}
-        model = models.create(self.name, generator=seeded(seed), **shape)
+        model = new_network(self.name, sets, seed)
         count = epochs or self.config.num_epochs
         options = self._options(method, model, count)
         # Appendix E.1: division by 10 after 1/2 and 3/4, and a warm-up over 5 % for large batches.
@@ -223,9 +223,9 @@ class FisherNorms:
     unit = "epoch"
 
     def __init__(self, source: Any) -> None:
-        self.found: dict[int, tuple[float, float]] = {}
+        self.norms: dict[int, tuple[float, float]] = {}
         self._monitor = CurvatureMonitor(source, quantities=["fisher"], batch_size=512)
 
     def __call__(self, count: int, model: nn.Module, optimizer: Any) -> None:
         numbers = self._monitor.measure(model)
-        self.found[count] = numbers["fisher_norm"], numbers["fisher_diagonal_norm"]
+        self.norms[count] = numbers["fisher_norm"], numbers["fisher_diagonal_norm"]

@@ -64,12 +64,12 @@ class Evidence:
 
 def spread(values: Tensor) -> str:
     """Return mean and standard error of the finite values as text; a dash if there are none."""
-    found = values[values.isfinite()]
-    if not len(found):
+    finite = values[values.isfinite()]
+    if not len(finite):
         return "-"
     # One run has no spread, and equal runs have none.
-    error = float(stderr(found)) if len(found) > 1 else 0.0
-    return format_uncertain(float(found.mean()), error) if error else f"{float(found[0]):.5g}"
+    error = float(stderr(finite)) if len(finite) > 1 else 0.0
+    return format_uncertain(float(finite.mean()), error) if error else f"{float(finite[0]):.5g}"
 
 
 def judge(

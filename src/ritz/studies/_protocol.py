@@ -319,7 +319,7 @@ def data_file(name: str, folder: str | None, *, fields: str) -> Path:
 
 def _registry() -> Registry[str]:
     package = importlib.import_module(__package__ or "ritz.studies")
-    registry = Registry[str]("study")
+    registry = Registry[str]("study", listing="ritz list studies")
     for module in pkgutil.iter_modules(package.__path__):
         if not module.name.startswith("_"):
             registry.register(module.name)(module.name)
@@ -344,4 +344,5 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     try:
         return kind(text)
     except ValueError as error:
-        raise ValueError(f"{name} must be of type {kind.__name__}, got {text!r}") from error
+        number = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name} must be {number}, got {text!r}") from error

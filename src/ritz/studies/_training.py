@@ -17,7 +17,8 @@ from torch.optim import SGD, Optimizer
 
 from ritz import data, measures, models
 from ritz._core.progress import Progress, tracking
-from ritz.curvature import Risk
+from ritz.curvature import Risk, hessian
+from ritz.spectra import eigenpairs
 from ritz.studies._protocol import column, seeded
 
 Samples = tuple[Tensor, Tensor]  # inputs and labels
@@ -35,14 +36,29 @@ def load_pooled(config: Any, device: torch.device | str) -> tuple[Samples, Sampl
     return (pooled(inputs), labels), (pooled(held), held_labels)
 
 
+def new_network(name: str, images: Any, seed: int, device: Any = None, **options: Any) -> nn.Module:
+    """Return a network by name for the images of a data set, with the weights of a seed."""
+    shape: Any = {"num_classes": images.num_classes, "input_shape": images.shape}
+    return models.create(name, **shape, generator=seeded(seed), device=device, **options)
+
+
+def largest_eigenvalue(model: nn.Module, samples: Samples, seed: int) -> float:
+    """Return the largest eigenvalue of the Hessian of the loss on all samples at once."""
+    op = hessian(Risk(model, cross_entropy, samples))
+    top = eigenpairs(op, largest=1, rtol=0.01, vectors=False, generator=seeded(seed))
+    return float(top.values[-1])
+
+
 def initial_network(name: str, config: Any, train: Samples) -> nn.Module:
-    """Return a network by name, with initial weights that depend only on the seed."""
-    classes, shape = int(train[1].max()) + 1, tuple(train[0].shape[1:])
-    # Layers draw from the global generator, which the user may have seeded.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)
-        model = models.create(name, input_shape=shape, num_classes=classes, **NARROW.get(name, {}))
-    return model.to(train[0].device)
+    """Return a network by name for some samples, with the weights of the seed."""
+    return models.create(
+        name,
+        num_classes=int(train[1].max()) + 1,
+        input_shape=tuple(train[0].shape[1:]),
+        generator=seeded(config.seed),
+        device=train[0].device,
+        **NARROW.get(name, {}),
+    )
 
 
 def small_network(

@@ -12,6 +12,7 @@ This study changes one thing at a time:
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ritz import data, models
+from ritz import data
 from ritz._core.progress import Progress
-from ritz.curvature import Risk, hessian
+from ritz.curvature import Risk
 from ritz.optim import DampedAdamW
-from ritz.spectra import eigenpairs
 from ritz.studies._evidence import Evidence, signed, spread
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, seeded, track
-from ritz.studies._training import Samples, train_epochs
+from ritz.studies._training import Samples, largest_eigenvalue, new_network, train_epochs
 from ritz.training import fit
 
 NEWTON: dict[str, Any] = {"num_steps": 20, "start": "random", "matrix": "ggn"}
@@ -105,7 +105,9 @@ class Result(StudyResult[Config]):
     def __str__(self) -> str:
         config = self.config
         lines = [f"Damped Adam at a training loss of {config.loss:g}: epochs, loss, lambda_1"]
-        for i, name in enumerate(("the same rate", "rate grows with the damping")):
+        for i, name in enumerate(
+            ("the same learning rate", "learning rate grows with the damping")
+        ):
             lines.append(name)
             for j, delta in enumerate(config.deltas):
                 epochs, loss, top = (self.at_loss[k, i, :, j].mean() for k in range(3))
@@ -138,8 +140,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def _network(config: Config, sets: Any) -> tuple[nn.Module, Any]:
     train = sets.train.take(config.num_samples, generator=seeded(config.seed))
-    shape: Any = {"num_classes": sets.num_classes, "input_shape": sets.shape}
-    return models.create(config.network, generator=seeded(config.seed), **shape), train
+    return new_network(config.network, sets, config.seed), train
 
 
 def _at_loss(config: Config, sets: Any, rate: float, delta: float) -> Tensor:
@@ -149,34 +150,30 @@ def _at_loss(config: Config, sets: Any, rate: float, delta: float) -> Tensor:
     optimizer, order = DampedAdamW(model.parameters(), rate, delta=delta), seeded(config.seed)
     for epoch in range(1, config.max_epochs + 1):
         train_epochs(model, optimizer, samples, config.batch_size, 1, order)
-        risk = Risk(model, cross_entropy, samples)
         # All samples, without dropout: the loss of one batch is that of a few samples.
-        if (loss := risk.loss()) <= config.loss:
-            options: Any = {"largest": 1, "rtol": 0.01, "vectors": False}
-            top = eigenpairs(hessian(risk), generator=seeded(config.seed), **options)
-            return column([epoch, loss, float(top.values[-1])])
+        if (loss := Risk(model, cross_entropy, samples).loss()) <= config.loss:
+            return column([epoch, loss, largest_eigenvalue(model, samples, config.seed)])
     return column([math.nan] * 3)
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return both comparisons as rows."""
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield both comparisons as rows."""
     config, tops = result.config, result.at_loss[2]
-    rows = []
-    for i, how in enumerate((f"rate {config.rate:g}", "rates that grow with damping")):
+    for i, how in enumerate(
+        (f"learning rate {config.rate:g}", "learning rate raised with the damping")
+    ):
         # Paired over seeds: the runs of a seed have the same images and initial weights.
         judged = signed(tops[i, :, -1] - tops[i, :, 0], -1)
         epochs = ", ".join(f"{e:.0f}" for e in result.at_loss[0, i].mean(0))
         reached = f"reached after {epochs} epochs"
-        rows.append(
-            Evidence(
-                paper="GAP",
-                where="Table 2",
-                what=f"damped Adam, {how}: lambda_1 at training loss {config.loss:g}",
-                published="falls as the damping rises",
-                measured=", ".join(spread(tops[i, :, j]) for j in range(len(config.deltas))),
-                verdict=judged["verdict"],
-                why="; ".join(filter(None, (reached, judged["why"]))),
-            )
+        yield Evidence(
+            paper="GAP",
+            where="Table 2",
+            what=f"damped Adam, {how}: lambda_1 at loss {config.loss:g}",
+            published="falls as the damping rises",
+            measured=", ".join(spread(tops[i, :, j]) for j in range(len(config.deltas))),
+            verdict=judged["verdict"],
+            why="; ".join(filter(None, (reached, judged["why"]))),
         )
     # In percent, as mean over the seeds.
     means = {name: 100 * float(values.mean()) for name, values in result.errors.items()}
@@ -186,21 +183,18 @@ def evidence(result: Result) -> list[Evidence]:
         for kind in KINDS
     }
     lowest = min(best.values(), key=means.__getitem__)
-    rows.append(
-        Evidence(
-            paper="SPECTRA",
-            where="Figure 4.2b",
-            what=f"training error in % after {config.num_epochs} epochs, without momentum",
-            published="Lanczos-Newton below Adam and SGD",
-            measured=f"{newton}: {means[newton]:.3g}; "
-            + "; ".join(f"best {kind}: {means[one]:.3g}" for kind, one in best.items()),
-            verdict=signed(result.errors[newton] - result.errors[lowest], -1)["verdict"],
-            # What momentum adds is its share of the lead of the published curves.
-            why="with momentum: "
-            + ", ".join(f"{name} {means[name]:.3g}" for name in METHODS if "momentum" in name),
-        )
+    yield Evidence(
+        paper="SPECTRA",
+        where="Figure 4.2b",
+        what=f"training error in % after {config.num_epochs} epochs, without momentum",
+        published="Lanczos-Newton below Adam and SGD",
+        measured=f"{newton}: {means[newton]:.3g}; "
+        + "; ".join(f"best {kind}: {means[one]:.3g}" for kind, one in best.items()),
+        verdict=signed(result.errors[newton] - result.errors[lowest], -1)["verdict"],
+        # What momentum adds is its share of the lead of the published curves.
+        why="with momentum: "
+        + ", ".join(f"{name} {means[name]:.3g}" for name in METHODS if "momentum" in name),
     )
-    return rows
 
 
 def setting(result: Result) -> str:

@@ -16,7 +16,7 @@ For each seed, all methods have the same samples and initial weights.
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
@@ -26,17 +26,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ritz import data, models
+from ritz import data
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress
-from ritz.curvature import Risk, hessian
+from ritz.curvature import Risk
 from ritz.data import Augmentation
 from ritz.optim import LanczosNewton
 from ritz.plots._shared import style
-from ritz.spectra import eigenpairs
 from ritz.studies._adaptive_gap_figure import draw
 from ritz.studies._evidence import Evidence, all_of, located, signed
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, seeded, track
+from ritz.studies._training import largest_eigenvalue, new_network
 from ritz.training import fit
 
 Part = Literal["lopt", "grid", "newton"]
@@ -63,6 +63,7 @@ class Grid:
     settings: Mapping[str, Any]
 
 
+NAMES = {"damped_adamw": "damped AdamW", "kfac": "K-FAC"}
 # By the names of optimisers that ``fit`` knows.
 GRIDS = {
     # Fig. 5: dampings from Adam's epsilon up to 0.0075.
@@ -261,9 +262,7 @@ def _convex_run(sets: Any, setup: Setup, seed: int, settings: dict[str, Any] | N
     """
     train = sets.train.take(setup.num_train, generator=seeded(seed))
     (inputs, labels), held = train.tensors(), sets.test.tensors()
-    model = models.create(
-        "logistic", num_classes=sets.num_classes, input_shape=sets.shape, generator=seeded(seed)
-    )
+    model = new_network("logistic", sets, seed)
     params = list(model.parameters())
     if settings is None:
         optimizer: Any = torch.optim.SGD(params, RATE)
@@ -330,10 +329,8 @@ def _network_run(
     if not result.status.ok:
         return column([math.nan] * 3)
     some = train.take(min(setup.curvature_samples, len(train)), generator=seeded(seed))
-    risk = Risk(model, cross_entropy, some.tensors())
-    top = eigenpairs(hessian(risk), largest=1, rtol=0.01, vectors=False, generator=seeded(seed))
     errors = [1 - result.metrics[f"{part}_accuracy"] for part in ("train", "test")]
-    return column([*errors, float(top.values[-1])])
+    return column([*errors, largest_eigenvalue(model, some.tensors(), seed)])
 
 
 def _images(config: Config, setup: Setup) -> Any:
@@ -344,9 +341,7 @@ def _network(sets: Any, setup: Setup, seed: int) -> tuple[nn.Module, Any]:
     """Return a new network and its training data, both by the seed."""
     (name, options), count = setup.network, setup.images[1]
     train = sets.train.take(count, generator=seeded(seed)) if count else sets.train
-    shape: Any = {"num_classes": sets.num_classes, "input_shape": sets.shape}
-    model = models.create(name, generator=seeded(seed), device=train.device, **shape, **options)
-    return model, train
+    return new_network(name, sets, seed, train.device, **options), train
 
 
 # Fig. 4.2b: delta = 10 alpha and 20 Lanczos steps; Adam and SGD with several rates.
@@ -416,7 +411,8 @@ def _lopt_lines(result: Result) -> list[str]:
         return []
     setup, errors, descent = SETUPS[result.config.size], 100 * result.lopt, 100 * result.descent
     lines = [
-        f"LOPT: errors in % (training, test) on {setup.num_train} of {setup.data}, rate {RATE}, "
+        f"LOPT: errors in % (training, test) on {setup.num_train} of {setup.data}, "
+        f"learning rate {RATE}, "
         f"{setup.num_steps} steps, k = {setup.num_vectors}; mean over {errors.shape[1]} seeds",
         f"{'delta':>10}" + "".join(f"{f'eta = {eta:g}':>18}" for eta in setup.etas),
     ]
@@ -431,7 +427,7 @@ def _grid_lines(result: Result) -> list[str]:
     lines = []
     for name, scores in result.grids.items():
         grid = result.config.grid(name)
-        lines.append(f"{name}: lambda_1 at the end (test error in %) by damping and rate")
+        lines.append(f"{name}: lambda_1 at the end (test error in %) by damping and learning rate")
         lines.append(f"{'delta':>10}" + "".join(f"{f'rate {rate:g}':>18}" for rate in grid.rates))
         for j, delta in enumerate(grid.deltas):
             cells = zip(scores[2].mean(0)[:, j], 100 * scores[1].mean(0)[:, j], strict=True)
@@ -533,8 +529,7 @@ def _lopt_evidence(result: Result) -> list[Evidence]:
     ]  # fmt: skip
 
 
-def _grid_evidence(result: Result) -> list[Evidence]:
-    rows = []
+def _grid_evidence(result: Result) -> Iterator[Evidence]:
     for name, scores in result.grids.items():
         grid = result.config.grid(name)
         cause = (
@@ -548,21 +543,20 @@ def _grid_evidence(result: Result) -> list[Evidence]:
             # From the smallest to the largest damping at which no run diverged.
             kept = norms[:, norms.isfinite().all(0)]
             change = kept[:, -1] - kept[:, 0] if kept.shape[1] > 1 else norms[:, 0] * math.nan
-            rows.append(
-                _row("Table 2", f"{name}, rate {rate:g}: lambda_1 by damping {dampings}",
-                     "falls as the damping rises", _listed(norms.mean(0)),
-                     **signed(change, -1, cause=f"not VGG-16 on CIFAR-100; {cause}")))  # fmt: skip
+            run = f"{NAMES[name]}, learning rate {rate:g}"
+            yield _row("Table 2", f"{run}: lambda_1 by damping {dampings}",
+                       "falls as the damping rises", _listed(norms.mean(0)),
+                       **signed(change, -1, cause=f"not VGG-16 on CIFAR-100; {cause}"))  # fmt: skip
             if name == "kfac":
                 continue
             # The gain of the best of the larger dampings.
             gain = errors[:, 0] - errors[:, 1 + int(errors.mean(0)[1:].argmin())]
             sgd = 100 * float(result.sgd[1].mean(0).min())
-            rows.append(
-                _row("Figure 5", f"{name}, rate {rate:g}: test error in % by damping {dampings}",
-                     "a larger damping than 1e-8 is better", _listed(errors.mean(0)),
-                     note=f"SGD {sgd:.3g}", **signed(gain, 1)))  # fmt: skip
-        rows += _ratio_evidence(grid, scores) if name == "kfac" else []
-    return rows
+            yield _row("Figure 5", f"{run}: test error % by damping {dampings}",
+                       "a larger damping than 1e-8 is better", _listed(errors.mean(0)),
+                       note=f"SGD {sgd:.3g}", **signed(gain, 1))  # fmt: skip
+        if name == "kfac":
+            yield from _ratio_evidence(grid, scores)
 
 
 def _ratio_evidence(grid: Grid, scores: Tensor) -> list[Evidence]:
@@ -579,15 +573,15 @@ def _ratio_evidence(grid: Grid, scores: Tensor) -> list[Evidence]:
     norms, errors = (
         torch.stack([one[:, i, j] for i, j in cells]) for one in (scores[2], scores[1])
     )
-    title = f"K-FAC, damping {ratio:g} times the rate"
+    title = f"K-FAC, damping {ratio:g} times the learning rate"
     rates = _listed(grid.rates[i] for i, _ in cells)
-    note = "there at rates 0.1, 0.001, 0.0001"
+    note = "there at learning rates 0.1, 0.001, 0.0001"
     return [
-        _row("Table 2, right", f"{title}: lambda_1 by rate {rates}",
-             "rises as the rate falls: 6.65, 20.8, 48.2", _listed(norms.mean(1)), note=note,
+        _row("Table 2, right", f"{title} of {rates}: lambda_1",
+             "rises as it falls: 6.65, 20.8, 48.2", _listed(norms.mean(1)), note=note,
              **signed(norms[-1] - norms[0], 1)),
-        _row("Figure 4", f"{title}: test error in % by rate {rates}",
-             "rises as the rate falls: 35.0, 35.2, 37.8", _listed(100 * errors.mean(1)), note=note,
+        _row("Figure 4", f"{title} of {rates}: test error in %",
+             "rises as it falls: 35.0, 35.2, 37.8", _listed(100 * errors.mean(1)), note=note,
              **signed(errors[-1] - errors[0], 1)),
     ]  # fmt: skip
 

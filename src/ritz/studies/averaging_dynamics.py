@@ -1,6 +1,6 @@
-"""Errors and weight norms of iterates and averages over training: thesis, Figures 7.1 to 7.6.
+"""Errors and norms of iterates and averages over training: Spectral Machine Learning, 7.4-7.5.
 
-*Spectral Machine Learning*, sections 7.4 and 7.5, on a small convolutional network (or on VGG-16).
+Figures 7.1 to 7.6 on a small convolutional network (or on VGG-16).
 After every epoch, the study records the training and test errors of the last iterate and of the
 average, the norms of the weights of both, and the learning rate over the squared norm, which is the
 effective learning rate of layers before batch norm. An ensemble averages the predictions of the
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ritz import data, models, optim, plots, training
+from ritz import data, optim, plots, training
 from ritz._core.progress import Progress
 from ritz.plots._shared import style
 from ritz.studies._evidence import POINTS, Evidence, signed, spread
@@ -25,7 +25,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
-from ritz.studies._training import small_network
+from ritz.studies._training import new_network, small_network
 
 SERIES = (
     "error",
@@ -42,13 +42,15 @@ DECAY = DECAYS[2]  # of all other runs of SGD
 PLAIN = " without batch norm"
 # The panels over epochs: title, axis, the series that is drawn solid and the dotted one, runs.
 PANELS: tuple[tuple[str, str, str, str | None, tuple[str, ...]], ...] = (
-    ("Figure 7.1a: averages; dotted: iterates", "test error (%)", "average error", "error",
+    ("Fig. 7.1a: averages; dotted: iterates", "test error (%)", "average error", "error",
      ("Gadam", "Adam + average", "AdamW")),
-    ("Figure 7.1b", "largest weight", "largest weight", None, ("Gadam", "Adam + average", "AdamW")),
-    ("Figure 7.2b", "learning rate / squared norm", "effective rate", None, ("Gadam", "AdamW")),
-    ("Figure 7.4: testing; dotted: training", "error (%)", "error", "training error",
+    ("Fig. 7.1b: largest weight of the iterates", "largest weight", "largest weight", None,
+     ("Gadam", "Adam + average", "AdamW")),
+    ("Fig. 7.2b: effective learning rate", "learning rate / squared norm", "effective rate", None,
+     ("Gadam", "AdamW")),
+    ("Fig. 7.4: test error; dotted: training", "error (%)", "error", "training error",
      ("SGD, constant", "SGD, steps")),
-    ("Figures 7.5, 7.6: averages; dotted: iterates", "norm of the weights", "average norm", "norm",
+    ("Fig. 7.5, 7.6: averages; dotted: iterates", "norm of the weights", "average norm", "norm",
      ("Gadam", f"SWA, decay {DECAY:g}", "GadamX")),
 )  # fmt: skip
 # What has to be known of a figure.
@@ -248,9 +250,10 @@ def figure(result: Result) -> style.Figure:
         axes[-1].errorbar(range(len(DECAYS)), gains.mean(1), yerr=gains.std(1), color=colour,
                           marker="o", markersize=4, label=kind)  # fmt: skip
     axes[-1].set_xticks(range(len(DECAYS)), [f"{decay:g}" for decay in DECAYS])
-    style.finish(axes[-1], "weight decay", "change of the test error (%)", "Figure 7.3")
+    style.finish(axes[-1], "weight decay", "change of the test error (%)",
+                 "Fig. 7.3: gain of averages")  # fmt: skip
     # The bars of the largest decay fill the right side.
-    axes[-1].legend(frameon=False, loc="lower left")
+    style.legend(axes[-1], loc="lower left")
     return drawing
 
 
@@ -352,13 +355,13 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     train = images.train if config.num_train is None else images.train.take(config.num_train)
     held = _held(config, images)
     # Settings of the optimiser and of the network; the rest are options of fit.
-    own = ("lr", "weight_decay", "batch_norm")
+    names = ("lr", "weight_decay", "batch_norm")
     model = _network(config, images, seed, batch_norm=options.get("batch_norm", True))
     result = training.fit(
         model, train, validation=held, num_epochs=count, batch_size=config.batch_size, seed=seed,
         drop_last=True, monitors=[norms],
-        optimizer_settings={key: options[key] for key in own[:2]},
-        **{key: value for key, value in options.items() if key not in own},
+        optimizer_settings={key: options[key] for key in names[:2]},
+        **{key: value for key, value in options.items() if key not in names},
     )  # fmt: skip
     series = torch.full((len(SERIES), count), math.nan, dtype=torch.float64)
     # A run that diverged has fewer epochs.
@@ -382,11 +385,7 @@ def _held(config: Config, images: Any) -> Any:
 
 
 def _network(config: Config, images: Any, seed: int, *, batch_norm: bool) -> nn.Module:
-    generator = seeded(seed)
     if config.model == "small":
-        return small_network(images, config.width, generator, batch_norm=batch_norm).to(
-            config.device
-        )
-    shape: Any = {"num_classes": images.num_classes, "input_shape": images.shape}
-    name = "vgg16_bn" if batch_norm else "vgg16"
-    return models.create(name, **shape, generator=generator, device=config.device)
+        model = small_network(images, config.width, seeded(seed), batch_norm=batch_norm)
+        return model.to(config.device)
+    return new_network("vgg16_bn" if batch_norm else "vgg16", images, seed, config.device)

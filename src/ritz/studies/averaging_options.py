@@ -10,6 +10,7 @@ weights of one network.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -208,8 +209,8 @@ def figure(result: Result) -> style.Figure:
     return drawing
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return each claim of the paper beside the paired difference that tests it."""
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield each claim of the paper beside the paired difference that tests it."""
     # Each with the published sign of the difference: lower, about equal or higher.
     claims = [
         ("Table 14", "linear against step schedule, SGD", "SGD, linear", "SGD, step", -1),
@@ -227,21 +228,18 @@ def evidence(result: Result) -> list[Evidence]:
          0),
     ]  # fmt: skip
     words = {-1: "lower", 0: "about equal", 1: "higher"}
-    rows = []
     for where, what, name, other, sign in claims:
         # Within one seed: the scatter between seeds cancels.
         gap = result.difference(name, other)
-        rows.append(
-            Evidence(
-                paper="GADAM",
-                where=where,
-                what=f"test error in %, {what}",
-                published=words[sign],
-                measured=spread(gap),
-                **signed(gap, sign, margin=POINTS),
-            )
+        yield Evidence(
+            paper="GADAM",
+            where=where,
+            what=f"test error in %, {what}",
+            published=words[sign],
+            measured=spread(gap),
+            **signed(gap, sign, margin=POINTS),
         )
-    return [*rows, *_by_decay(result), _gap(result), _norms(result)]
+    yield from (*_by_decay(result), _gap(result), _norms(result))
 
 
 def setting(result: Result) -> str:
@@ -253,29 +251,25 @@ def setting(result: Result) -> str:
     )
 
 
-def _by_decay(result: Result) -> list[Evidence]:
+def _by_decay(result: Result) -> Iterator[Evidence]:
     names = ["SWA, decay 0", "SWA, decay 0.0001", "SWA from 50%", "SWA, decay 0.002"]
     places = [result.names.index(name) for name in names]
     # Negative: the error falls.
     gains = 100 * (result.measure("average") - result.measure("last"))[places]
     ensembles = 100 * (result.ensembles - result.singles)[places]
     alone = located(float(ensembles[-1] - ensembles[0]), 0.0, -math.inf, 0.0)
-    rows = []
     for what, values, known in (
         ("iterate average", gains.mean(1), signed(gains[-1] - gains[0], -1)),
         ("ensemble", ensembles, {"verdict": alone, "why": "one ensemble, of all seeds"}),
     ):
-        rows.append(
-            Evidence(
-                paper="GADAM",
-                where="Figures 2b, 3",
-                what=f"change of the test error in % by the {what}, by weight decay",
-                published="the gain grows with the decay",
-                measured=", ".join(f"{value:.2f}" for value in values),
-                **known,
-            )
+        yield Evidence(
+            paper="GADAM",
+            where="Figures 2b, 3",
+            what=f"change of the test error in % by the {what}, by weight decay",
+            published="the gain grows with the decay",
+            measured=", ".join(f"{value:.2f}" for value in values),
+            **known,
         )
-    return rows
 
 
 def _gap(result: Result) -> Evidence:

@@ -9,7 +9,7 @@ densities of all data and of one batch. ``--size paper`` is VGG-16 on CIFAR-100 
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -195,7 +195,7 @@ class Result(StudyResult[Config]):
     variance_errors: Tensor
     losses: Tensor
     cost: float
-    spectra: dict[str, dict[str, Spectrum]] = field(default_factory=dict)
+    spectra: dict[str, dict[str, Spectrum]]
 
     def __str__(self) -> str:
         parts = (_heading, _table, _verdicts, _over_training, _edges)
@@ -497,9 +497,8 @@ def _over_training(result: Result) -> list[str]:
 
 def _edges(result: Result) -> Iterator[str]:
     """Yield the ends of bulk and spectrum, of all data and of one batch."""
-    if result.spectra:
-        yield (f"{f'spectra, a batch of {result.config.shown:,}':28}{'':>10}{'smallest':>12}"
-               f"{'bulk from':>12}{'to':>12}{'second':>12}{'largest':>12}")  # fmt: skip
+    yield (f"{f'spectra, a batch of {result.config.shown:,}':28}{'':>10}{'smallest':>12}"
+           f"{'bulk from':>12}{'to':>12}{'second':>12}{'largest':>12}")  # fmt: skip
     # A file of results does not keep the order of names.
     for name, which in itertools.product(sorted(result.spectra), ("all data", "a batch")):
         spectrum = result.spectra[name][which]
@@ -519,10 +518,8 @@ def figure(result: Result) -> style.Figure:
     Each network has a column of panels; a single network has two columns.
     """
     c = result.config
-    # Results of earlier versions have no spectra.
-    matrices = [matrix for matrix in c.matrices if f"{c.networks[0]}, {matrix}" in result.spectra]
     # A column per network; a single network would make a tall strip, so it has two.
-    count = (2 + len(matrices)) * len(c.networks)
+    count = (2 + len(c.matrices)) * len(c.networks)
     drawing, axes = style.panel_grid(count, max(2, len(c.networks)), width=3.4, height=2.7)
     for place, axis in enumerate(axes):
         row, column = divmod(place, len(c.networks))
@@ -530,7 +527,7 @@ def figure(result: Result) -> style.Figure:
         if row < 2:
             _draw_curves(axis, result, column, 2 * row)
         else:
-            matrix = matrices[row - 2]
+            matrix = c.matrices[row - 2]
             _draw_densities(axis, result.spectra[f"{name}, {matrix}"], c.shown)
             style.set_title(axis, style.MATRICES.get(matrix, matrix.capitalize()))
         if row == 0:

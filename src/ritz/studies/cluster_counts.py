@@ -50,7 +50,7 @@ REAL = (
 )
 # Line and size of markers: where the errors are the same, large squares leave the crosses visible.
 MARKS = (("entropic", "s-", 9), ("lanczos", "x--", 5))
-BESIDE: Any = {"fontsize": 7, "frameon": False, "loc": "center left", "bbox_to_anchor": (1, 0.5)}
+BESIDE: Any = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
 SETTLED = 0.05  # relative change between numbers of moments that counts as none
 EXACT = 2000  # largest number of vertices for which all eigenvalues are computed
 ZERO = 1e-8  # eigenvalues below it are zero up to roundoff
@@ -202,9 +202,9 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return the errors of Table 3.2 beside ours, and the counts of large and real graphs."""
-    c, rows = result.config, []
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield the errors of Table 3.2 beside ours, and the counts of large and real graphs."""
+    c = result.config
     known = [i for i, count in enumerate(c.clusters) if count in PAPER["entropic"]]
     sizes = ", ".join(str(c.clusters[i]) for i in known)
     limits = ", ".join(f"{x:.1%}" for x in result.limits[known])
@@ -222,31 +222,26 @@ def evidence(result: Result) -> list[Evidence]:
                 )
                 for each, error in zip(errors, published, strict=True)
             ]
-            rows.append(
-                Evidence(
-                    paper="SPECTRA",
-                    where="Table 3.2",
-                    what=f"{name}: error of the number of {sizes} clusters",
-                    published=", ".join(f"{error:.1%}" for error in published)
-                    if name in PAPER
-                    else "-",
-                    measured=", ".join(f"{error:.1%}" for error in errors.nanmean(1)),
-                    **(all_of(*claims) if name in PAPER else BY_DEFAULT),
-                )
+            yield Evidence(
+                paper="SPECTRA",
+                where="Table 3.2",
+                what=f"{name}: error of the number of {sizes} clusters",
+                published=", ".join(f"{error:.1%}" for error in published)
+                if name in PAPER
+                else "-",
+                measured=", ".join(f"{error:.1%}" for error in errors.nanmean(1)),
+                **(all_of(*claims) if name in PAPER else BY_DEFAULT),
             )
     for count, counts in result.mixed.items():
-        rows.append(
-            Evidence(
-                paper="SPECTRA",
-                where="Figure 3.5 a-b",
-                what=f"{count} clusters of mixed kinds in a graph of {MIXED[int(count)][0]:,} "
-                "vertices",
-                published="curves without numbers",
-                measured=", ".join(f"{name} {number(x):.1f}" for name, x in counts.items()),
-                verdict="extends",
-            )
+        yield Evidence(
+            paper="SPECTRA",
+            where="Figure 3.5 a-b",
+            what=f"{count} clusters of mixed kinds in a graph of {MIXED[int(count)][0]:,} vertices",
+            published="curves without numbers",
+            measured=", ".join(f"{name} {number(x):.1f}" for name, x in counts.items()),
+            verdict="extends",
         )
-    return [*rows, *_real_counts(result)]
+    yield from _real_counts(result)
 
 
 def _real_counts(result: Result) -> Iterator[Evidence]:
@@ -489,12 +484,13 @@ def draw_planted(result: "Result", ax: style.Axes) -> None:
     # E|x| = sqrt(2 / pi) times the standard deviation of a normal variable.
     limit = result.limits.numpy() * math.sqrt(2 / math.pi)
     marker = "_" if len(clusters) == 1 else ""  # a line through one point would be invisible
-    ax.plot(clusters, limit, "--", color="black", marker=marker, label="limit of the probes")
+    ax.plot(clusters, limit, "--", color="black", marker=marker, label="error of the probes")
     exact = bool((result.errors("auto") == 0).all())
-    title = "default: exact in every graph" if exact else "default: not exact everywhere"
-    ax.set(xscale="log", yscale="log", xlabel="planted clusters", title=title)
-    ax.set_ylabel("fractional error, mean over seeds")
-    ax.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, 0.9))
+    title = f"Planted clusters; the default is {'exact' if exact else 'not exact'}"
+    ax.set(xscale="log", yscale="log", xlabel="number of planted clusters")
+    ax.set_ylabel("relative error, mean over seeds")
+    style.set_title(ax, title)
+    style.legend(ax, loc="upper left", bbox_to_anchor=(0, 0.9))
 
 
 def draw_mixed(result: "Result", ax: style.Axes) -> None:
@@ -512,9 +508,10 @@ def draw_mixed(result: "Result", ax: style.Axes) -> None:
         limit = 100 * probe_limit(count, c.num_probes)
         ax.axhspan(-limit, limit, color=colour, alpha=0.12, label=f"{count}: error of the probes")
     exact = all(result.mixed[str(count)]["auto"].count == count for count in c.mixed)
-    title = "mixed kinds; default: exact" if exact else "mixed kinds; default: not exact"
-    ax.set(xlabel="moments", ylabel="error of the count, %", title=title)
-    ax.legend(**BESIDE)
+    title = f"Clusters of mixed kinds; the default is {'exact' if exact else 'not exact'}"
+    ax.set(xlabel="number of moments", ylabel="error of the count (%)")
+    style.set_title(ax, title)
+    style.legend(ax, **BESIDE)
 
 
 def draw_real(result: "Result", ax: style.Axes) -> None:
@@ -533,8 +530,9 @@ def draw_real(result: "Result", ax: style.Axes) -> None:
             linestyle="--" if place % 2 else "-",
             label=one.name.split(".")[0] + _missing(moments, one.estimates.tolist()),
         )
-    ax.set(yscale="log", xlabel="moments", ylabel="entropic count")
-    ax.legend(**BESIDE)
+    ax.set(yscale="log", xlabel="number of moments", ylabel="number of clusters")
+    style.set_title(ax, "Real graphs, maximum entropy")
+    style.legend(ax, **BESIDE)
 
 
 def _missing(moments: Sequence[int], counts: Sequence[float]) -> str:

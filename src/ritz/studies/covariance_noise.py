@@ -1,4 +1,4 @@
-"""Large batches with covariance noise: NOISE paper, Figures 1 to 5, Tables 1 and 2.
+"""Large batches with the gradient noise of small ones: covariance noise paper.
 
 After Wen et al., *Interplay between optimization and generalization of stochastic gradient descent
 with covariance noise*. Networks are trained for the same number of epochs with small batches, with

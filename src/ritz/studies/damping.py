@@ -1,6 +1,6 @@
-r"""Least damping of a second-order or adaptive optimiser over batch sizes: Fig. 5.11-5.14.
+r"""Least damping of optimisers over batch sizes: Spectral Machine Learning, Figures 5.11-5.14.
 
-After *Spectral Machine Learning*, section 5.8. Damped Adam divides its steps by
+After section 5.8. Damped Adam divides its steps by
 :math:`\sqrt{v} + \delta`. Bisection finds the least damping :math:`\delta` at which a short
 training from trained weights stays stable. It is compared with three predictions: from the noise
 along the leading eigenvector, from the homogeneous noise of the papers, and from the edge of
@@ -77,7 +77,8 @@ class Config:
     dataset: str = "mnist"
     num_samples: int = 1024
     pool: int = 2
-    num_epochs: int = 6
+    # Twice the loss of each network is then below log 10, the loss of a network that has collapsed.
+    num_epochs: int = 12
     batch_sizes: tuple[int, ...] = (4, 16, 64, 256)
     num_steps: int = 40
     num_trials: int = 3
@@ -94,7 +95,7 @@ class Config:
 
 
 SIZES = {
-    "smoke": Config(rates=(1.0,), networks=("mlp",), dataset="digits", num_samples=256, pool=1,
+    "smoke": Config(rates=(1.0,), networks=("mlp",), dataset="digits", num_samples=128, pool=1,
                     num_epochs=2, batch_sizes=(8, 64), num_steps=6, num_trials=2, num_seeds=2),
     "paper": Config(networks=("vgg16",), dataset="cifar100", num_samples=50_000, pool=1,
                     num_epochs=25, num_seeds=1,
@@ -260,8 +261,8 @@ def _exponent(result: Result, i: int, j: int) -> Evidence:
     return Evidence(
         paper="SPECTRA",
         where="Figures 5.11, 5.12" if c.optimizer == "damped_adamw" else "Figures 5.13, 5.14",
-        what=f"{c.networks[i]}, {NAMES[c.optimizer]}, rate {c.rates[j]:g}: exponent of the least "
-        "damping over B",
+        what=f"{c.networks[i]}, {NAMES[c.optimizer]}, learning rate {c.rates[j]:g}: exponent of "
+        "the least damping over B",
         published="-1",
         measured=spread(values.round(decimals=3)),
         **near(values[values.isfinite()], -1.0, 0.3, cause=why),

@@ -156,35 +156,29 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return whether the entropy falls with the moments, by series and matrix."""
-    rows = []
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield whether the entropy falls with the moments, by series and matrix."""
     for series in SERIES[:2]:
         entropies, errors = result.entropies[series], result.errors[series][:, -1]
         # Rises below 1e-3 come from moments that had to be relaxed.
         rises, count = int((entropies.diff(dim=1).amax(1) >= 1e-3).sum()), len(result.names)
         holds = rises == (0 if series == "MEMe" else count)
-        rows.append(
-            Evidence(
-                paper="SPECTRA",
-                where="Figure 2.1",
-                what=f"{series}: matrices whose entropy rises somewhere with the moments",
-                published="none" if series == "MEMe" else "all: it rises from 12 moments on",
-                measured=f"{rises} of {count}",
-                verdict="agrees" if holds else "differs",
-            )
+        yield Evidence(
+            paper="SPECTRA",
+            where="Figure 2.1",
+            what=f"{series}: matrices whose entropy rises somewhere with the moments",
+            published="none" if series == "MEMe" else "all: it rises from 12 moments on",
+            measured=f"{rises} of {count}",
+            verdict="agrees" if holds else "differs",
         )
-        rows.append(
-            Evidence(
-                paper="SPECTRA",
-                where="Figure 2.1",
-                what=f"{series}: relative error of log det with the most moments",
-                published="a curve for another matrix",
-                measured=f"{float(errors.min()):.1e} to {float(errors.max()):.1e}",
-                verdict="extends",
-            )
+        yield Evidence(
+            paper="SPECTRA",
+            where="Figure 2.1",
+            what=f"{series}: relative error of log det with the most moments",
+            published="a curve for another matrix",
+            measured=f"{float(errors.min()):.1e} to {float(errors.max()):.1e}",
+            verdict="extends",
         )
-    return rows
 
 
 def figure(result: Result) -> style.Figure:
@@ -208,7 +202,7 @@ def figure(result: Result) -> style.Figure:
             below.plot(result.config.counts, result.errors[series][place], **look)
         style.finish(above, "", "entropy", f"{name}\nn = {result.orders[place]:,}")
         style.log_scale(below)
-        style.finish(below, "moments", "error of log det")
+        style.finish(below, "number of moments", "error of log det")
     for axis in axes[len(result.names) + (rows - 1) * columns :]:
         # A last row that is not full has empty panels below and above.
         axis.set_visible(bool(axis.lines))

@@ -11,12 +11,13 @@ The Hessian has rank one only if its off-diagonal terms :math:`w_k L` vanish, so
 the whole matrix.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ritz import data, models, plots, training
+from ritz import data, plots, training
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
 from ritz.curvature import Risk, hessian
@@ -31,6 +32,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
+from ritz.studies._training import new_network
 
 Network = Literal["logistic", "mlp", "lenet"]
 # (10, 100) hidden units: the 9,960 parameters of the paper.
@@ -200,43 +202,37 @@ def figure(result: Result) -> style.Figure:
             axis.scatter(x, 100 * y, s=18, label=f"weight decay {decay:g}")
         label = "largest eigenvalue of the Hessian"
         style.finish(axis, label, "validation accuracy (%)", TITLES[network])
-    axes[0].legend(frameon=False, fontsize=8)
+    style.share_legend(drawing)
     return drawing
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return the published figures beside ours."""
-    rows = []
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield the published figures beside ours."""
     for network in result.config.networks:
         for measure in ("accuracy", "lambda_max", "Frobenius norm", "trace"):
             values = result.row(network, measure)
             scale = 100 if measure == "accuracy" else 1
-            rows.append(
-                Evidence(
-                    paper="FLAT",
-                    where=f"Section 4, {FIGURES[network]}",
-                    what=f"{TITLES[network]}: {measure} by weight decay",
-                    published=", ".join(map(str, PAPER[network].get(measure, ()))) or "grows",
-                    measured=", ".join(spread(scale * cell) for cell in values),
-                    # Paired: each seed has the same split and initial weights.
-                    **signed(values[-1] - values[0], 1, note=ELSEWHERE.get(network, "")),
-                )
+            yield Evidence(
+                paper="FLAT",
+                where=f"Section 4, {FIGURES[network]}",
+                what=f"{TITLES[network]}: {measure} by weight decay",
+                published=", ".join(map(str, PAPER[network].get(measure, ()))) or "grows",
+                measured=", ".join(spread(scale * cell) for cell in values),
+                # Paired: each seed has the same split and initial weights.
+                **signed(values[-1] - values[0], 1, note=ELSEWHERE.get(network, "")),
             )
     loss, gradient, largest, trace, _ = result.toy
     # Polynomial times exponential: from w = 1.5 on, the third of TOY, the exponential wins.
     falls = all(bool((x.diff()[2:] < 0).all()) for x in (loss, gradient, largest, trace))
-    rows.append(
-        Evidence(
-            paper="FLAT",
-            where="Section 2, equations 1-3",
-            what="deep linear network: gradient, lambda_max and trace fall with the loss",
-            published="yes, once the weights are large",
-            measured="yes" if falls else "no",
-            verdict="agrees" if falls else "differs",
-            why="equation 2 lacks the off-diagonal terms; the whole Hessian is used here",
-        )
+    yield Evidence(
+        paper="FLAT",
+        where="Section 2, equations 1-3",
+        what="deep linear network: gradient, lambda_max and trace fall with the loss",
+        published="yes, once the weights are large",
+        measured="yes" if falls else "no",
+        verdict="agrees" if falls else "differs",
+        why="equation 2 lacks the off-diagonal terms; the whole Hessian is used here",
     )
-    return rows
 
 
 def setting(result: Result) -> str:
@@ -295,8 +291,7 @@ def _toy(w: float) -> Tensor:
 
 
 def _network(name: str, images: Any, seed: int) -> torch.nn.Module:
-    shape: Any = {"num_classes": images.num_classes, "input_shape": images.shape}
-    return models.create(name, **shape, **SETTINGS[name], generator=seeded(seed))
+    return new_network(name, images, seed, **SETTINGS[name])
 
 
 def _size(model: torch.nn.Module) -> int:

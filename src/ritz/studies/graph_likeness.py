@@ -165,30 +165,26 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return how well each kind of graph is separated from the others."""
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield how well each kind of graph is separated from the others."""
     matrix = result.likeness["symmetric_kl"].matrix
     places = [place for place, kind in enumerate(result.kinds) if kind in PUBLISHED]
     alone, kinds = matrix[places][:, places], [result.kinds[place] for place in places]
-    rows = []
     for kind in dict.fromkeys(result.kinds):
         # The published kinds are compared with each other alone, as published.
         known = kind in PUBLISHED
         distances, compared = (alone, kinds) if known else (matrix, list(result.kinds))
         apart = separation(distances, compared, kind)
-        rows.append(
-            Evidence(
-                paper="SPECTRA",
-                where="Figure 3.4",
-                what=f"{kind} graphs: symmetric KL within the kind, and to others",
-                published="kinds are separated" if known else "-",
-                measured=f"at most {apart['largest_within']:.2g}; at least "
-                f"{apart['least_between']:.2g}; ordered in {apart['ordered']:.0%} of pairs",
-                verdict=("agrees" if apart["ordered"] == 1 else "differs") if known else "extends",
-                why="" if known else "social networks do not form a class",
-            )
+        yield Evidence(
+            paper="SPECTRA",
+            where="Figure 3.4",
+            what=f"{kind} graphs: symmetric KL within the kind, and to others",
+            published="kinds are separated" if known else "-",
+            measured=f"at most {apart['largest_within']:.2g}; at least "
+            f"{apart['least_between']:.2g}; ordered in {apart['ordered']:.0%} of pairs",
+            verdict=("agrees" if apart["ordered"] == 1 else "differs") if known else "extends",
+            why="" if known else "social networks do not form a class",
         )
-    return rows
 
 
 def figure(result: Result) -> style.Figure:
@@ -200,12 +196,15 @@ def figure(result: Result) -> style.Figure:
     drawing, axes = plots.panels(1, 2, width=side, height=side - 1)
     groups = tuple(len(names) for names in result.config.kinds.values())
     plots.similarity(likeness, ax=axes[0], groups=groups)
-    style.set_title(axes[0], "symmetric KL divergence")
-    axes[1].plot(result.apart.numpy(), places, "o", color="#0072B2", label="its own other half")
-    axes[1].plot(result.others.numpy(), places, "x", color="#D55E00", label="nearest other graph")
+    style.set_title(axes[0], "Between graphs")
+    axes[1].plot(result.apart.numpy(), places, "o", color=style.STYLE.blue, label="its other half")
+    axes[1].plot(
+        result.others.numpy(), places, "x", color=style.STYLE.vermilion, label="nearest other graph"
+    )
     axes[1].set_yticks(places, names, fontsize="small")
     axes[1].invert_yaxis()
-    style.finish(axes[1], "divergence of a random half", xscale="log")
+    style.finish(axes[1], "symmetric KL divergence", "", "From a random half of a graph",
+                 xscale="log")  # fmt: skip
     return drawing
 
 

@@ -6,6 +6,7 @@ Barabási-Albert graphs among small graphs of all three models.
 
 The error of a mean is its distance from the parameter with which the graphs were drawn. By chance,
 the edge density of an Erdős-Rényi graph differs from its parameter p, and so does an estimate of p
+from collections.abc import Iterator
 from the graph. Two more rows show by how much: the standard error of the edge density, and the
 distance of the estimates from the edge density. At n = 50 the paper reports the error 0, which is
 smaller than this chance error for a mean over fewer than 800 graphs. The paper does not say how
@@ -13,6 +14,7 @@ many neighbours its Watts-Strogatz graphs had. The study uses ten, and repeats t
 and with more.
 """
 
+from collections.abc import Iterator
 from itertools import product
 
 import torch
@@ -197,43 +199,38 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return the published estimates of Table 3.1 beside ours."""
-    c, rows = result.config, []
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield the published estimates of Table 3.1 beside ours."""
+    c = result.config
     note = f"tolerance {TOLERANCE:.0%} of the parameter"
     for case, (model, k) in c.cases.items():
         estimates, truth = result.estimates[case], result.truths[case]
         published = column(PAPER[model].get(size, torch.nan) for size in c.sizes)
-        rows.append(
-            Evidence(
-                paper="SPECTRA",
-                where="Table 3.1a",
-                what=f"{_title(model, k)}: estimate for n = {', '.join(map(str, c.sizes))}",
-                published=", ".join(f"{value:.4g}" for value in published),
-                measured=", ".join(spread(values) for values in estimates),
-                # The published claim is that the parameters are recovered.
-                **all_of(
-                    *(
-                        judge(found / true, 1 - TOLERANCE, 1 + TOLERANCE, note=note)
-                        for found, true in zip(estimates, truth, strict=True)
-                    )
-                ),
-            )
+        yield Evidence(
+            paper="SPECTRA",
+            where="Table 3.1a",
+            what=f"{_title(model, k)}: estimate for n = {', '.join(map(str, c.sizes))}",
+            published=", ".join(f"{value:.4g}" for value in published),
+            measured=", ".join(spread(values) for values in estimates),
+            # The published claim is that the parameters are recovered.
+            **all_of(
+                *(
+                    judge(estimate / true, 1 - TOLERANCE, 1 + TOLERANCE, note=note)
+                    for estimate, true in zip(estimates, truth, strict=True)
+                )
+            ),
         )
     # A graph is recognised if its own model has the least divergence.
     right = (result.divergences.argmin(2) == MODELS.index("barabasi_albert")).sum(1).tolist()
-    rows.append(
-        Evidence(
-            paper="SPECTRA",
-            where="Table 3.1b",
-            what=f"model of a Barabási-Albert graph of {c.large:,} vertices, r = "
-            + ", ".join(map(str, c.large_edges)),
-            published="recognised",
-            measured=", ".join(f"{count} of {c.large_seeds}" for count in right),
-            verdict="agrees" if min(right) == c.large_seeds else "differs",
-        )
+    yield Evidence(
+        paper="SPECTRA",
+        where="Table 3.1b",
+        what=f"model of a Barabási-Albert graph of {c.large:,} vertices, r = "
+        + ", ".join(map(str, c.large_edges)),
+        published="recognised",
+        measured=", ".join(f"{count} of {c.large_seeds}" for count in right),
+        verdict="agrees" if min(right) == c.large_seeds else "differs",
     )
-    return rows
 
 
 def figure(result: Result) -> style.Figure:
@@ -245,13 +242,13 @@ def figure(result: Result) -> style.Figure:
         # Relative to the truth, so that sizes share an axis.
         ratios = result.estimates[model] / truth
         for place, size in enumerate(c.sizes):
-            label = "found" if place == 0 else None
-            ax.plot([size] * c.num_seeds, ratios[place], ".", color="#0072B2", label=label)
+            label = "estimate" if place == 0 else None
+            ax.plot([size] * c.num_seeds, ratios[place], ".", color=style.STYLE.blue, label=label)
             if size in PAPER[model]:
                 mean = PAPER[model][size] / float(truth[place])
                 label = "published mean" if place == 0 else None
-                ax.plot(size, mean, "x", color="#D55E00", markersize=8, label=label)
-        ax.axhline(1.0, color="#999999", linewidth=0.8)
+                ax.plot(size, mean, "x", color=style.STYLE.vermilion, markersize=8, label=label)
+        ax.axhline(1.0, **style.REFERENCE)
         ylabel = "estimated / true parameter" if ax is axes[0] else ""
         style.finish(ax, "vertices", ylabel, _title(model, c.num_neighbors), xticks=c.sizes)
     for place, model in enumerate(MODELS):

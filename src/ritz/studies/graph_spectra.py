@@ -1,4 +1,4 @@
-"""Maximum-entropy spectra over exact ones: Spectral Machine Learning, Figures 3.1, 3.2 and 3.3.
+"""Spectra of maximum entropy beside exact ones: Spectral Machine Learning, Figures 3.1 to 3.3.
 
 The study fits a semicircle from its analytic moments, and a sparse Erdős-Rényi graph and a
 Barabási-Albert graph from sampled moments. With more moments, the divergence from the exact
@@ -7,6 +7,7 @@ probes.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -144,28 +145,24 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return the divergences from the exact spectra."""
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield the divergences from the exact spectra."""
     figures = {
         "semicircle": "Figure 3.1",
         "Erdős-Rényi": "Figure 3.2",
         "Barabási-Albert": "Figure 3.3",
     }
-    rows = []
     for name, divergence in result.divergences.items():
         falls = float(divergence[-1]) < 0.1 * float(divergence[0])
-        rows.append(
-            Evidence(
-                paper="SPECTRA",
-                where=figures[name],
-                what=f"{name}: divergence from the exact spectrum, {result.config.counts[0]} to "
-                f"{result.config.counts[-1]} moments",
-                published="the fit improves with moments",
-                measured=f"{float(divergence[0]):.2g} to {float(divergence[-1]):.2g}",
-                verdict="agrees" if falls else "differs",
-            )
+        yield Evidence(
+            paper="SPECTRA",
+            where=figures[name],
+            what=f"{name}: divergence from the exact spectrum, {result.config.counts[0]} to "
+            f"{result.config.counts[-1]} moments",
+            published="the fit improves with moments",
+            measured=f"{float(divergence[0]):.2g} to {float(divergence[-1]):.2g}",
+            verdict="agrees" if falls else "differs",
         )
-    return rows
 
 
 def figure(result: Result) -> style.Figure:
@@ -186,7 +183,7 @@ def figure(result: Result) -> style.Figure:
         # A logarithmic axis needs positive values; the semicircle goes below 1e-7.
         heights = result.divergences[name].clamp_min(1e-7).numpy()
         last.plot(result.config.counts, heights, marker=".", label=name)
-    style.finish(last, "moments", "divergence from exact", yscale="log")
+    style.finish(last, "number of moments", "divergence from exact", yscale="log")
     for ax in axes:
         if not ax.has_data():
             ax.remove()
@@ -256,7 +253,7 @@ def _draw_semicircle(ax: style.Axes, density: EntropicDensity) -> None:
     x = torch.linspace(0.0, 1.0, 500, dtype=torch.float64)
     # p(x) = (8 / pi) sqrt(1/4 - (x - 1/2)^2) on [0, 1].
     exact = 8 / math.pi * (0.25 - (x - 0.5).square()).clamp_min(0.0).sqrt()
-    ax.plot(x, exact, color="#999999", linewidth=3, label="exact")
-    ax.plot(x[1:-1], density.pdf(x[1:-1]), color="#0072B2", linewidth=1.2, label="entropic")
+    ax.plot(x, exact, color=style.STYLE.grey, linewidth=3, label="exact")
+    ax.plot(x[1:-1], density.pdf(x[1:-1]), color=style.STYLE.blue, linewidth=1.2, label="entropic")
     ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="density", ylim=(0, None))
     style.set_title(ax, f"Semicircle, {len(density.alphas)} moments")

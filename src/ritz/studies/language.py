@@ -12,6 +12,7 @@ change the iterates: the last iterate of Gadam is that of Adam with a constant l
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -239,9 +240,8 @@ def setting(result: Result) -> str:
     )
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return each comparison of the tables as a paired change of the test perplexity in %."""
-    rows = []
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield each comparison of the tables as a paired change of the test perplexity in %."""
     for where, name, other in CLAIMS:
         if not {name, other} <= set(result.names):
             continue
@@ -249,17 +249,14 @@ def evidence(result: Result) -> list[Evidence]:
         # Relative changes, since perplexities depend on text and vocabulary.
         published = 100 * (PAPER[name][1] / PAPER[other][1] - 1)
         change = 100 * (first / second - 1)
-        rows.append(
-            Evidence(
-                paper="GADAM",
-                where=where,
-                what=f"change of the test perplexity in %, {name} against {other}",
-                published=f"{published:+.1f}",
-                measured=spread(change),
-                **signed(change, int(math.copysign(1, published)), size=published),
-            )
+        yield Evidence(
+            paper="GADAM",
+            where=where,
+            what=f"change of the test perplexity in %, {name} against {other}",
+            published=f"{published:+.1f}",
+            measured=spread(change),
+            **signed(change, int(math.copysign(1, published)), size=published),
         )
-    return rows
 
 
 # ------------------------------------------------------------------------------------------

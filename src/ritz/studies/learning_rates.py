@@ -1,9 +1,9 @@
-"""Largest learning rates over batch sizes, against the edge of stability: Fig. 5.7-5.10, 5.15-5.16.
+"""Largest learning rates over batch sizes: Spectral Machine Learning, Figures 5.7-5.10, 5.15-5.16.
 
-After *Spectral Machine Learning*, section 5.7. For several networks and batch sizes, with and
+After section 5.7. For several networks and batch sizes, with and
 without momentum, bisection finds the largest learning rate at which a short training does not
 diverge. From trained weights the loss must not double; from initial weights it must fall. The
-largest rate is compared with the edge of local stability, which follows from the predicted
+largest learning rate is compared with the edge of local stability, which follows from the predicted
 curvature of batches. Full trainings compare the linear with the square-root rule, and the distance
 from the initial weights with the test error.
 """
@@ -80,7 +80,8 @@ class Config:
     dataset: str = "mnist"
     num_samples: int = 1024
     pool: int = 2
-    num_epochs: int = 6
+    # Twice the loss of each network is then below log 10, the loss of a network that has collapsed.
+    num_epochs: int = 12
     batch_sizes: tuple[int, ...] = (4, 16, 64, 256)
     momenta: tuple[float, ...] = (0.0, 0.9)
     num_steps: int = 40
@@ -100,7 +101,7 @@ class Config:
 
 
 SIZES = {
-    "smoke": Config(networks=("mlp",), dataset="digits", num_samples=256, pool=1, num_epochs=2,
+    "smoke": Config(networks=("mlp",), dataset="digits", num_samples=128, pool=1, num_epochs=2,
                     batch_sizes=(8, 64), num_steps=6, num_trials=2, rules_epochs=2,
                     num_seeds=2),
     "paper": Config(networks=("vgg16_bn", "wideresnet28x10", "vgg16"), dataset="cifar100",
@@ -144,7 +145,7 @@ class Result(StudyResult[Config]):
     def __str__(self) -> str:
         c = self.config
         # One line per network, weights and momentum, and then the trainings by both rules.
-        head = row("largest rate / edge", c.batch_sizes, ">10,", width=34)
+        head = row("largest learning rate / edge", c.batch_sizes, ">10,", width=34)
         lines = [f"{head}{'exponent':>18}{'predicted':>11}{'additive':>11}{'multipl.':>11}"]
         fits = [self.exponents(self.largest), self.exponents(self.edges)]
         # Where curvature sets the limit, the rate is proportional to its inverse.
@@ -154,8 +155,8 @@ class Result(StudyResult[Config]):
         for i, j, k in product(*map(range, self.edges.shape[1:4])):
             title = f"{c.networks[i]}, {POINTS[j]}, momentum {c.momenta[k]:g}"
             slopes = row("", (fit[:, i, j, k].nanmean() for fit in fits[1:]), ">11.2f", width=0)
-            own = f"{spread(fits[0][:, i, j, k].round(decimals=3)):>18}"
-            lines.append(row(title, ratios[i, j, k], ">10.3g", width=34) + own + slopes)
+            measured = f"{spread(fits[0][:, i, j, k].round(decimals=3)):>18}"
+            lines.append(row(title, ratios[i, j, k], ">10.3g", width=34) + measured + slopes)
         lines += [f"Means over {c.num_seeds} seeds; exponents over batches up to {LARGEST}", "",
                   row(f"{c.networks[-1]}, {c.rules_epochs} epochs", c.batch_sizes, ">10,", width=34)
                   ]  # fmt: skip
@@ -293,6 +294,9 @@ def figure(result: Result) -> style.Figure:
     _draw_rules(below[0], result, 100 * result.test_errors, "test error (%)")
     _draw_rules(below[1], result, result.distances, "distance from initial weights")
     _draw_distance(below[2], result)
+    trained = f"{result.config.networks[-1]}, {result.config.rules_epochs} epochs"
+    for ax, title in zip(below, ("", "", ", all batch sizes"), strict=False):
+        style.set_title(ax, trained + title)
     for spare in below[3:]:
         spare.remove()
     style.share_legend(drawing)
@@ -368,7 +372,7 @@ def _exponent(result: Result, i: int, k: int) -> Evidence:
     return Evidence(
         paper="SPECTRA",
         where="Section 5.7, Figures 5.7, 5.9, 5.10",
-        what=f"{c.networks[i]}, {with_momentum}: exponent of the largest stable rate over B",
+        what=f"{c.networks[i]}, {with_momentum}: exponent of the largest learning rate over B",
         published="1 (linear)",
         measured=f"{spread(values.round(decimals=3))}; edge predicts {guess:.2f}",
         **near(
@@ -388,9 +392,9 @@ def _ratios(result: Result) -> Iterator[Evidence]:
         yield Evidence(
             paper="SPECTRA",
             where="Section 5.7",
-            what="trained networks, "
+            what="trained, "
             + (f"momentum {momentum:g}" if momentum else "no momentum")
-            + ": largest rate over the edge with batch noise",
+            + ": largest learning rate over the edge with batch noise",
             published="-",
             measured=f"median {middle:.2g} ({low:.2g} to {high:.2g})",
             verdict="extends",

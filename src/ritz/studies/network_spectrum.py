@@ -1,5 +1,6 @@
 """All estimators on a network-like matrix: Spectral Machine Learning, section 4.5.2."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -104,39 +105,35 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return the estimates beside the exact numbers."""
-    rows = []
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield the estimates beside the exact numbers."""
     for item in result.quantities:
-        rows.append(
-            Evidence(
-                paper="SPECTRA",
-                where="Section 4.5.2",
-                what=f"network-like matrix of order {result.config.size:,}: {item.name}",
-                published=f"exactly {item.exact:.5g}",
-                measured=plain_estimate(item.estimate),
-                verdict=located(
-                    float(item.estimate),
-                    float(item.estimate.stderr),
-                    item.exact * (1 - TOLERANCE),
-                    item.exact * (1 + TOLERANCE),
-                ),
-                why=f"tolerance {TOLERANCE:.0%}",
-            )
+        yield Evidence(
+            paper="SPECTRA",
+            where="Section 4.5.2",
+            what=f"network-like matrix of order {result.config.size:,}: {item.name}",
+            published=f"exactly {item.exact:.5g}",
+            measured=plain_estimate(item.estimate),
+            verdict=located(
+                float(item.estimate),
+                float(item.estimate.stderr),
+                item.exact * (1 - TOLERANCE),
+                item.exact * (1 + TOLERANCE),
+            ),
+            why=f"tolerance {TOLERANCE:.0%}",
         )
-    return rows
 
 
 def figure(result: Result) -> style.Figure:
     """Draw the stems of one probe, and the density of several over the exact histogram."""
     drawing, (top, bottom) = plots.panels(2, 1, width=8.0, height=3.0)
     plots.against_exact(result.spectrum, result.exact, ax=top)
-    top.set_title(f"One probe, {len(result.spectrum.values)} products", loc="left")
+    style.set_title(top, f"One probe, {len(result.spectrum.values)} products")
     exact = result.exact.numpy()
     bottom.hist(exact, bins=140, density=True, color=style.STYLE.grey, alpha=0.6, label="exact")
     plots.density(result.density, ax=bottom, log=True)
     title = f"{result.config.num_probes} probes, smoothed to a width of {result.config.width:g}"
-    bottom.set_title(title, loc="left")
+    style.set_title(bottom, title)
     # Stems and density on the same eigenvalues.
     bottom.sharex(top)
     return drawing
@@ -150,7 +147,7 @@ def _quantities(
     at_zero = spectra.trace_function(
         op, lambda x: (x.abs() < ZERO).double(), num_steps=config.num_steps, **drawn
     )
-    found = {
+    estimates = {
         # The diagonal of this matrix is known, so auto would sum it: sample nevertheless.
         "trace": (exact.sum(), spectra.trace(op, method="xtrace", **drawn)),
         "Frobenius norm": (exact.norm(), spectra.frobenius_norm(op, **drawn)),
@@ -159,5 +156,5 @@ def _quantities(
     }
     return tuple(
         Quantity(name=name, exact=float(known), estimate=estimate)
-        for name, (known, estimate) in found.items()
+        for name, (known, estimate) in estimates.items()
     )

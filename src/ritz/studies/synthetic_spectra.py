@@ -1,6 +1,6 @@
 """Spectra of random matrices from 30 Lanczos steps: Spectral Machine Learning, Figures 4.3-4.6."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -114,27 +114,23 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     return Result(config=config, cases=tuple(cases))
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return the ends of the exact spectra beside those of the Ritz values and of the diagonal."""
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield the ends of the exact spectra beside those of the Ritz values and of the diagonal."""
     figures = {"Wigner": "Figure 4.3", NETWORK: "Figure 4.6"}
-    rows = []
     for case in result.cases:
         widths = [values.max() - values.min() for values in (case.spectrum.values, case.diagonal)]
         ritz, diagonal = (float(width / (case.exact.max() - case.exact.min())) for width in widths)
         # Five steps do not reach the negative end of a network's spectrum in the figure either.
         steps = len(case.spectrum.values)
         near = ritz > (0.95 if steps >= 15 else 0.8)
-        rows.append(
-            Evidence(
-                paper="SPECTRA",
-                where=figures.get(case.name, "Figures 4.4, 4.5"),
-                what=f"{case.name}, order {len(case.exact):,}, {steps} steps: share of the range",
-                published="nearly all; of the diagonal little",
-                measured=f"{ritz:.1%}; diagonal {diagonal:.1%}",
-                verdict="agrees" if near and diagonal < 0.5 else "differs",
-            )
+        yield Evidence(
+            paper="SPECTRA",
+            where=figures.get(case.name, "Figures 4.4, 4.5"),
+            what=f"{case.name}, order {len(case.exact):,}, {steps} steps: share of the range",
+            published="nearly all; of the diagonal little",
+            measured=f"{ritz:.1%}; diagonal {diagonal:.1%}",
+            verdict="agrees" if near and diagonal < 0.5 else "differs",
         )
-    return rows
 
 
 def figure(result: Result) -> style.Figure:
@@ -146,7 +142,7 @@ def figure(result: Result) -> style.Figure:
         # The network-like matrix has no law.
         law = LAWS.get(case.name)
         plots.against_exact(case.spectrum, case.exact, diagonal=case.diagonal, law=law, ax=ax)
-        ax.set_title(f"{case.name}, {len(case.spectrum.values)} steps", loc="left")
+        style.set_title(ax, f"{case.name}, {len(case.spectrum.values)} steps")
     for ax in axes[len(result.cases) :]:
         ax.remove()
     style.share_legend(drawing)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ritz import data, models, plots, training
+from ritz import data, plots, training
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz.curvature import Risk, fisher, ggn, hessian
@@ -29,6 +29,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
+from ritz.studies._training import new_network
 
 # What is recorded of every run. A share is one of eigenvalues, or of entries of a diagonal.
 MEASURES = (
@@ -151,13 +152,13 @@ class Result(StudyResult[Config]):
 
 def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return spectra and diagonals of all networks."""
-    cells = {str(seed): seed for seed in range(config.seed, config.seed + config.num_seeds)}
-    found = compute_cells(
-        lambda seed: _measure(config, seed), cells, "networks", config=config, state=state,
+    seeds = {str(seed): seed for seed in range(config.seed, config.seed + config.num_seeds)}
+    cells = compute_cells(
+        lambda seed: _measure(config, seed), seeds, "networks", config=config, state=state,
         progress=progress,
     )  # fmt: skip
     # Pictures are those of the first network, numbers those of all.
-    first, *_ = networks = list(found.values())
+    first, *_ = networks = list(cells.values())
     return Result(
         config=config,
         measures=torch.stack([cell.measures for cell in networks], 1),
@@ -170,9 +171,10 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
 
 def figure(result: Result) -> style.Figure:
     """Draw the spectra over the histogram of the diagonal, and those of two random vectors."""
-    drawing, axes = plots.panels(2, 2, width=4.6, height=3.0)
+    drawing, axes = plots.panels(2, 2, width=5.4, height=3.0)
     names = ("GGN", "Hessian", "Hessian", "second vector")
-    titles = ("GGN", "Hessian", "Hessian, first vector", "Hessian, second vector")
+    titles = ("Gauss-Newton, over a diagonal", "Hessian, over the same diagonal",
+              "Hessian, first random vector", "Hessian, second random vector")  # fmt: skip
     low, high = float(result.edges[0]), float(result.edges[-1])
     # So that a bar at the end of the range is not cut by the frame.
     margin = 0.03 * (high - low)
@@ -187,7 +189,7 @@ def figure(result: Result) -> style.Figure:
             )  # fmt: skip
         ax.set_xlim(low - margin, high + margin)
         ax.set_ylim(floor, 2)
-        ax.set_title(title, loc="left")
+        style.set_title(ax, title)
     style.share_legend(drawing)
     return drawing
 
@@ -250,8 +252,7 @@ def _measure(config: Config, seed: int) -> Cell:
     """Train a network and return its measures and spectra."""
     images: Any = data.load(config.dataset, data_dir=config.data, device=config.device)
     train = images.train if config.num_train is None else images.train.take(config.num_train)
-    shape: Any = {"num_classes": images.num_classes, "input_shape": images.shape}
-    model = models.create(config.model, **shape, generator=seeded(seed), device=config.device)
+    model = new_network(config.model, images, seed, config.device)
     settings = {"lr": config.lr, "momentum": 0.9, "weight_decay": config.weight_decay}
     result = training.fit(
         model, train, test=images.test, num_epochs=config.num_epochs, schedule="linear", seed=seed,

@@ -1,4 +1,4 @@
-"""VGG networks on CIFAR-100 by six optimisers: Gadam paper, Tables 2, 9, 15; Flatness, section 5.
+"""VGG on CIFAR-100 by six optimisers: Gadam paper, Tables 2, 9, 15; flatness paper, section 5.
 
 By default the network is small: six layers of an eighth of the width, and a fifth of the images.
 ``--size paper`` is VGG-16 with batch norm for 300 epochs, on a GPU.
@@ -18,7 +18,7 @@ Padam and GadamX. With 2.5e-3, the decay times their learning rate of 0.1 equals
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ritz import data, measures, models, optim, plots, training
+from ritz import data, measures, optim, plots, training
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.storage import to_json, write_text
@@ -45,6 +45,7 @@ from ritz.studies._protocol import (
     track,
     versions,
 )
+from ritz.studies._training import new_network
 
 # Settings of Table 2 and appendix B.2; averaged methods average from epoch 161 of 300.
 METHODS: dict[str, dict[str, Any]] = {
@@ -273,29 +274,26 @@ def figure(result: Result) -> style.Figure:
     return drawing
 
 
-def evidence(result: Result) -> list[Evidence]:
-    """Return the rows of Table 2 that have a run, and the comparisons of sharpness."""
+def evidence(result: Result) -> Iterator[Evidence]:
+    """Yield the rows of Table 2 that have a run, and the comparisons of sharpness."""
     c = result.config
     accuracies = dict(zip(c.methods, 100 * result.best(), strict=True))
-    if _is_published(c):
-        rows = [_accuracy(name, values) for name, values in accuracies.items()
-                if bool(values.isfinite().any())]  # fmt: skip
-    else:
-        rows = [
-            Evidence(
+    for name, values in accuracies.items():
+        base = BASES.get(name)
+        if _is_published(c):
+            if len(_present(values)):
+                yield _accuracy(name, values)
+        elif base in accuracies and len(gain := _present(values - accuracies[base])):
+            effect = PAPER[name] - PAPER[base]
+            yield Evidence(
                 paper="GADAM",
                 where="Table 2",
-                what=f"test accuracy in %, {name} less {BASES[name]}",
-                published=f"{PAPER[name] - PAPER[BASES[name]]:+.2f}",
+                what=f"test accuracy in %, {name} less {base}",
+                published=f"{effect:+.2f}",
                 measured=spread(gain),
-                **signed(gain, 1, size=PAPER[name] - PAPER[BASES[name]]),
+                **signed(gain, 1, size=effect),
             )
-            for name in c.methods
-            if BASES.get(name) in accuracies
-            for gain in [_present(accuracies[name] - accuracies[BASES[name]])]
-            if len(gain)
-        ]
-    return [*rows, *_sharper(result), *_averages(result), *_degenerate(result)]
+    yield from (*_sharper(result), *_averages(result), *_degenerate(result))
 
 
 def _is_published(config: Config) -> bool:
@@ -310,52 +308,47 @@ def setting(result: Result) -> str:
 
 
 def _accuracy(name: str, values: Tensor) -> Evidence:
-    found = _present(values)
+    scores = _present(values)
     return Evidence(
         paper="GADAM",
         where="Table 2",
-        what=f"test accuracy in %, {name}, {len(found)} seed{'s'[: len(found) > 1]}",
+        what=f"test accuracy in %, {name}, {len(scores)} seed{'s'[: len(scores) > 1]}",
         published=f"{PAPER[name]:.2f}",
         measured=spread(values),
-        **near(found, PAPER[name], points(PAPER[name] - PAPER[PARTNERS[name]])),
+        **near(scores, PAPER[name], points(PAPER[name] - PAPER[PARTNERS[name]])),
     )
 
 
-def _sharper(result: Result) -> list[Evidence]:
-    """Return whether Gadam is better than SGD, and how much sharper."""
-    c, rows = result.config, list[Evidence]()
+def _sharper(result: Result) -> Iterator[Evidence]:
+    """Yield whether Gadam is better than SGD, and how much sharper."""
+    c = result.config
     if not {"sgd", "gadam"} <= set(c.methods):
-        return rows
+        return
     sgd, gadam = (100 * result.best()[c.methods.index(name)] for name in ("sgd", "gadam"))
     gain = _present(gadam - sgd)
     if len(gain):
-        rows.append(
-            Evidence(
-                paper="FLAT",
-                where="Section 5, Figure 8",
-                what="test accuracy in %, Gadam less SGD",
-                published="higher",
-                measured=spread(gain),
-                **signed(gain, 1),
-            )
+        yield Evidence(
+            paper="FLAT",
+            where="Section 5, Figure 8",
+            what="test accuracy in %, Gadam less SGD",
+            published="higher",
+            measured=spread(gain),
+            **signed(gain, 1),
         )
     for mode in MODES:
         # As published: the last weights of SGD, and the average of Gadam.
         plain = result.of("lambda_max", "sgd", "last", mode)
         ratio = _present(result.of("lambda_max", "gadam", "average", mode) / plain)
         if len(ratio):
-            rows.append(
-                Evidence(
-                    paper="FLAT",
-                    where="Section 5, Figure 8" if mode == "train" else "Section 5, Figure 10",
-                    what=f"largest eigenvalue, Gadam over SGD, batch norm in {mode} mode",
-                    published="about 40" if mode == "train" else "larger",
-                    measured=spread(ratio),
-                    # On a logarithmic scale, so that the two can be exchanged.
-                    **signed(ratio.log(), 1),
-                )
+            yield Evidence(
+                paper="FLAT",
+                where="Section 5, Figure 8" if mode == "train" else "Section 5, Figure 10",
+                what=f"largest eigenvalue, Gadam over SGD, batch norm in {mode} mode",
+                published="about 40" if mode == "train" else "larger",
+                measured=spread(ratio),
+                # On a logarithmic scale, so that the two can be exchanged.
+                **signed(ratio.log(), 1),
             )
-    return rows
 
 
 def _present(values: Tensor) -> Tensor:
@@ -363,48 +356,41 @@ def _present(values: Tensor) -> Tensor:
     return values[values.isfinite()]
 
 
-def _averages(result: Result) -> list[Evidence]:
-    """Return how much flatter an average is than the last iterate of the same run."""
-    rows = []
+def _averages(result: Result) -> Iterator[Evidence]:
+    """Yield how much flatter an average is than the last iterate of the same run."""
     for name, (where, published) in SHARPNESS.items():
         if name in result.config.methods:
             last, average = (result.of("lambda_max", name, p, "eval") for p in ("last", "average"))
             ratio = _present(average / last)
             if len(ratio):
-                rows.append(
-                    Evidence(
-                        paper="GADAM",
-                        where=where,
-                        what=f"largest eigenvalue, average over last iterate, {name}",
-                        published=f"{published:.2g}, without batch norm",
-                        measured=spread(ratio),
-                        **signed(ratio.log(), -1),
-                    )
+                yield Evidence(
+                    paper="GADAM",
+                    where=where,
+                    what=f"largest eigenvalue, average over last iterate, {name}",
+                    published=f"{published:.2g}, without batch norm",
+                    measured=spread(ratio),
+                    **signed(ratio.log(), -1),
                 )
-    return rows
 
 
-def _degenerate(result: Result) -> list[Evidence]:
-    """Return the mass at zero over training, of SGD."""
-    c, rows = result.config, list[Evidence]()
+def _degenerate(result: Result) -> Iterator[Evidence]:
+    """Yield the mass at zero over training, of SGD."""
+    c = result.config
     if "sgd" not in c.methods:
-        return rows
+        return
     points = [point for point in c.points if point != "average"]
     for mode in MODES:
         masses = [_present(result.of("mass at zero", "sgd", p, mode)) for p in points]
         if all(map(len, masses)):
             epochs = ", ".join(map(str, (*c.epochs, c.num_epochs)))
-            rows.append(
-                Evidence(
-                    paper="FLAT",
-                    where="Figure 11",
-                    what=f"mass at zero after epochs {epochs}, SGD, batch norm in {mode} mode",
-                    published="extremely high throughout",
-                    measured=", ".join(f"{float(mass.mean()):.3f}" for mass in masses),
-                    **all_of(*(judge(mass, low=0.9, cause="below 0.9") for mass in masses)),
-                )
+            yield Evidence(
+                paper="FLAT",
+                where="Figure 11",
+                what=f"mass at zero after epochs {epochs}, SGD, batch norm in {mode} mode",
+                published="extremely high throughout",
+                measured=", ".join(f"{float(mass.mean()):.3f}" for mass in masses),
+                **all_of(*(judge(mass, low=0.9, cause="below 0.9") for mass in masses)),
             )
-    return rows
 
 
 # ------------------------------------------------------------------------------------------
@@ -427,10 +413,7 @@ def _train(config: Config, name: str, seed: int, folder: Path) -> None:
     images: Any = data.load(config.dataset, data_dir=config.data, device=device)
     train = images.train if config.num_train is None else images.train.take(config.num_train)
     width: Any = {} if config.width is None else {"width": config.width}
-    model = models.create(
-        config.model, num_classes=images.num_classes, input_shape=images.shape,
-        generator=seeded(seed), device=device, **width,
-    )  # fmt: skip
+    model = new_network(config.model, images, seed, device, **width)
     if not trained:
         training.fit(
             model, replace(images, train=train), num_epochs=config.num_epochs, batch_size=128,

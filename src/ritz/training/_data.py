@@ -217,11 +217,6 @@ class Feed:
         """The smallest batch size of the run, or ``None`` if the data come in batches."""
         return min(self._all_sizes()) if self.cuts else None
 
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """The generators that a loader and its samplers were given."""
-        return loader_generators(self.source)
-
     def epoch(
         self,
         number: int,

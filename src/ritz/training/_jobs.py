@@ -116,11 +116,9 @@ def _one_by_one(
 def _name_task(name: str, error: BaseException) -> Exception:
     """Return an error of the same class, with the name of the task before its message."""
     words = name.replace("=", " ").replace(",", ", ")
-    # An unknown name raises a KeyError, which is bad input as well.
-    kinds = {ValueError: ValueError, TypeError: TypeError, OSError: OSError, KeyError: ValueError}
-    for kind, same in kinds.items():
+    for kind in (ValueError, TypeError, OSError):
         if isinstance(error, kind):
-            return same(f"run {words}: {error}")
+            return kind(f"run {words}: {error}")
     return RuntimeError(f"run {words}: {type(error).__name__}: {error}")
 
 

@@ -80,14 +80,7 @@ def read_log(path: FilePath) -> list[Record]:
         path: A file of JSON lines.
     """
     whole, _, _ = Path(path).read_bytes().rpartition(b"\n")
-    return [current_names(json.loads(line)) for line in whole.split(b"\n") if line]
-
-
-def current_names(record: Record) -> Record:
-    """Return a record with today's names: version 0.1.0 logged the learning rate as ``rate``."""
-    if not isinstance(record, dict) or record.get("kind") != "epoch":
-        return record
-    return {"learning_rate" if name == "rate" else name: part for name, part in record.items()}
+    return [json.loads(line) for line in whole.split(b"\n") if line]
 
 
 def times_path(path: FilePath) -> Path:

@@ -35,9 +35,9 @@ from ritz.training._checkpoint import (
     optimizer_state,
 )
 from ritz.training._cuda_graph import CapturedStep, is_captured
-from ritz.training._data import Feed, own_rows
+from ritz.training._data import Feed, loader_generators, own_rows
 from ritz.training._evaluate import evaluate
-from ritz.training._log import Log, Record, current_names, times_path
+from ritz.training._log import Log, Record, times_path
 from ritz.training._optimizers import (
     average_plan,
     make_average,
@@ -109,7 +109,7 @@ class Run:
         self._assemble()
         # Generators of loaders, in the order of first use, each once: loaders may share one.
         feeds = (self.feed, *self.evaluation.values())
-        loaders = dict.fromkeys(each for feed in feeds for each in feed.generators)
+        loaders = dict.fromkeys(each for feed in feeds for each in loader_generators(feed.source))
         self._generators = Generators(self.device, list(loaders))
         self.state = Checkpoint(
             settings=self.config.fingerprint() | self.classes, beginning=self._generators.states()
@@ -384,27 +384,28 @@ class Run:
         The first step checks its own batch, and finds the number of classes. Then data in memory
         are checked at once, and other data batch by batch during the first epoch.
         """
-        classes, ready = self._step.num_classes, self.feed.ready
-        if self._labels_checked or self.state.epoch or not classes:
+        ready = self.feed.ready
+        if self._labels_checked or self.state.epoch or not self._step.num_classes:
             return batch
         first, batches = (self.state.batch + 1, [batch]) if ready is None else (1, ready)
         for number, each in enumerate(batches, start=first):
-            target = self._adapter.target(each)
-            if isinstance(target, Tensor):
-                outputs = target.new_empty(0, classes)
-                check_labels(self.loss_fn, outputs, target, f"batch {number}", some=False)
+            self._check_target(each, f"batch {number}")
         self._labels_checked = ready is not None
         return batch
 
     def _check_evaluation_labels(self) -> None:
         """Check the labels of data to evaluate on, if in memory, before anything is written."""
-        classes = (0 if self._begun else self._step.num_classes) or 0
-        for name, feed in self.evaluation.items() if classes else ():
+        if self._begun or not self._step.num_classes:
+            return
+        for name, feed in self.evaluation.items():
             for batch in feed.ready or ():
-                target = self._adapter.target(batch)
-                if isinstance(target, Tensor):
-                    outputs = target.new_empty(0, classes)
-                    check_labels(self.loss_fn, outputs, target, f"the {name} data", some=False)
+                self._check_target(batch, f"the {name} data")
+
+    def _check_target(self, batch: Any, where: str) -> None:
+        target = self._adapter.target(batch)
+        if isinstance(target, Tensor):
+            outputs = target.new_empty(0, self._step.num_classes or 0)
+            check_labels(self.loss_fn, outputs, target, where, some=False)
 
     def _close_epoch(self) -> TrainingStatus | None:
         """Step the schedule, evaluate, log and save after the last step of an epoch."""
@@ -667,7 +668,7 @@ class Run:
             settings=self.state.settings,
             finished=saved.finished and over,
             log_bytes=0 if self.log is None else saved.log_bytes,
-            records=[r for r in map(current_names, saved.records) if over or r["kind"] != "final"],
+            records=[r for r in saved.records if over or r["kind"] != "final"],
         )
         if saved.step:  # otherwise torch warns that the schedule is stepped before the optimiser
             self.optimizer._opt_called = True

@@ -13,7 +13,6 @@ from ritz._core.batch_norm import BATCH_NORM_MODES, BatchNormMode
 from ritz._core.checks import check_choice, check_count, check_range, plain_fields
 from ritz._core.distributed import unwrapped
 from ritz._core.params import parameters
-from ritz._core.registry import suggest
 from ritz._core.training_config import Unit
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
@@ -127,11 +126,6 @@ class CurvatureMonitor:
             known = ", ".join(QUANTITIES)
             raise ValueError(f"quantities must be a list of {known}; got {self.quantities!r}")
         for name in self.quantities:
-            if name not in QUANTITIES:
-                hint = suggest(name, QUANTITIES)
-                raise ValueError(
-                    f"quantities must be one of quantity_names(), got {name!r}; {hint}"
-                )
             if not self._is_possible(name):
                 raise ValueError(
                     f"{name} needs gradients of single samples, which do not exist with "
@@ -140,8 +134,13 @@ class CurvatureMonitor:
         return tuple(dict.fromkeys(self.quantities))
 
     def _is_possible(self, name: str) -> bool:
+        separable = QUANTITIES[name].separable  # an unknown name raises and suggests similar ones
         # The batch-norm mode of a user-defined risk is not known before the risk exists.
-        return callable(self.source) or self.batch_norm != "train" or not QUANTITIES[name].separable
+        return callable(self.source) or self.batch_norm != "train" or not separable
+
+    def __repr__(self) -> str:
+        every = f"every {self.every} {self.unit}s" if self.every > 1 else f"every {self.unit}"
+        return f"CurvatureMonitor({', '.join(self.names)}; {self.matrix}, {every})"
 
     @property
     def cost(self) -> float:

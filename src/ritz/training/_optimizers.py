@@ -21,7 +21,7 @@ from ritz.curvature._shared import Adapter
 T = TypeVar("T")
 OptimizerFactory = Callable[..., Optimizer]
 OptimizerChoice = str | Optimizer | Callable[[Any], Optimizer]
-_OPTIMIZERS: Registry[OptimizerFactory] = Registry("optimizer")
+_OPTIMIZERS: Registry[OptimizerFactory] = Registry("optimiser", listing="ritz list optimizers")
 
 
 def register_optimizer(name: str) -> Callable[[OptimizerFactory], OptimizerFactory]:

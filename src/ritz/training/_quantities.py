@@ -15,7 +15,7 @@ from ritz.measures import bulk_edge, curvature_variance, gradient_overlap, rank_
 from ritz.spectra import diagonal, frobenius_norm, lanczos
 from ritz.spectra._shared import negative_values
 from ritz.training._log import Record
-from ritz.training._sample_gradients import Histogram
+from ritz.training._sample_statistics import Histogram
 from ritz.training._snapshot import TUNING, Settings, Snapshot
 
 Measure = Callable[[Snapshot], Mapping[str, Any]]
@@ -70,7 +70,7 @@ class Quantity:
         return self.own_cost(settings) + sum(PARTS[part](settings) for part in self.parts)
 
 
-QUANTITIES: Registry[Quantity] = Registry("quantity")
+QUANTITIES: Registry[Quantity] = Registry("quantity", listing="ritz list quantities")
 # Default quantities of a monitor. They cost at most 17 gradients of the watched samples.
 USUAL = ("lambda_max", "weight_norms", "gradient_norm", "gradient_variance", "noise_scale")
 
@@ -142,22 +142,6 @@ def total_cost(settings: Settings) -> float:
     # A pass over the gradients of single samples also gives their variance.
     parts = parts - {"variance"} if "samples" in parts else parts
     return own_costs + sum(PARTS[part](settings) for part in parts)
-
-
-def quantity_table(settings: Settings) -> str:
-    """Return the table of the quantities of this package for ``docs/monitors.md``.
-
-    Args:
-        settings: The monitor whose costs are stated.
-    """
-    lines = ["| quantity | what it is | shares | cost |", "| --- | --- | --- | --- |"]
-    for group in ("curvature", "stability", "gradients", "weights", "steps"):
-        for each in (QUANTITIES[name] for name in QUANTITIES):
-            if each.group == group and each.measure.__module__ == __name__:
-                text, shares = each.text.replace("|", "\\|"), ", ".join(each.parts) or "-"
-                cost = f"{each.cost(settings):g}"
-                lines.append(f"| `{each.name}` | {text} | {shares} | {cost} |")
-    return "\n".join(lines)
 
 
 def _estimated(name: str, estimate: Estimate) -> Record:
@@ -239,18 +223,18 @@ def _(snapshot: Snapshot) -> Record:
 
 @register_quantity("degeneracy", "fraction of eigenvalues near zero", parts=["spectra"])
 def _(snapshot: Snapshot) -> Record:
-    found = rank_degeneracy(snapshot.runs, matrix=snapshot.settings.matrix)
-    record = _mean_over_runs("degeneracy", found.mass, snapshot)
-    return record | {"degeneracy_truncation": float(found.mass.truncation)}
+    degeneracy = rank_degeneracy(snapshot.runs, matrix=snapshot.settings.matrix)
+    record = _mean_over_runs("degeneracy", degeneracy.mass, snapshot)
+    return record | {"degeneracy_truncation": float(degeneracy.mass.truncation)}
 
 
 @register_quantity(
     "bulk", "edges of the bulk of the spectrum, and the number of outliers", parts=["spectra"]
 )
 def _(snapshot: Snapshot) -> Record:
-    found = bulk_edge(snapshot.runs)
-    outliers = float(len(found.outliers))
-    return {"bulk_lower": found.lower, "bulk_upper": found.upper, "num_outliers": outliers}
+    edge = bulk_edge(snapshot.runs)
+    outliers = float(len(edge.outliers))
+    return {"bulk_lower": edge.lower, "bulk_upper": edge.upper, "num_outliers": outliers}
 
 
 @register_quantity(
@@ -326,11 +310,14 @@ def _(snapshot: Snapshot) -> Record:
     if not bool(snapshot.gradient.any()):
         return {}
     matrix = snapshot.settings.matrix
-    found = gradient_overlap(
+    overlap = gradient_overlap(
         snapshot.risk, snapshot.leading, matrix=matrix, gradient=snapshot.gradient
     )
-    record = {"gradient_overlap": float(found.share), "gradient_curvature": float(found.curvature)}
-    return record | {"overlaps": found.overlaps.mean.tolist()}
+    record = {
+        "gradient_overlap": float(overlap.share),
+        "gradient_curvature": float(overlap.curvature),
+    }
+    return record | {"overlaps": overlap.overlaps.mean.tolist()}
 
 
 # ------------------------------------------------------------------------------------------
@@ -483,8 +470,8 @@ def _histogram(settings: Settings) -> float:
     "gradient_histogram", "histogram of the gradients of single samples", cost=_histogram, **SAMPLES
 )
 def _(snapshot: Snapshot) -> Record:
-    found: Histogram = snapshot.samples.histograms[1]
-    return {"gradient_histogram": found.counts.tolist(), "gradient_reach": found.reach}
+    histogram: Histogram = snapshot.samples.histograms[1]
+    return {"gradient_histogram": histogram.counts.tolist(), "gradient_reach": histogram.reach}
 
 
 @register_quantity(
@@ -494,11 +481,11 @@ def _(snapshot: Snapshot) -> Record:
     **SAMPLES,
 )
 def _(snapshot: Snapshot) -> Record:
-    found: Histogram = snapshot.samples.histograms[2]
+    histogram: Histogram = snapshot.samples.histograms[2]
     return {
-        "gradient_weight_histogram": found.counts.tolist(),
-        "gradient_reach": found.reach,
-        "weight_reach": found.weight_reach,
+        "gradient_weight_histogram": histogram.counts.tolist(),
+        "gradient_reach": histogram.reach,
+        "weight_reach": histogram.weight_reach,
     }
 
 
@@ -555,8 +542,8 @@ def _(snapshot: Snapshot) -> Record:
 
 @register_quantity("distance", "distance of the weights from the initial weights", group="weights")
 def _(snapshot: Snapshot) -> Record:
-    found = distance(snapshot.risk, snapshot.initial)
-    return {"distance": found.l2, "distance_max": found.linf}
+    moved = distance(snapshot.risk, snapshot.initial)
+    return {"distance": moved.l2, "distance_max": moved.linf}
 
 
 @register_quantity(

@@ -90,11 +90,7 @@ class RunConfig:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "RunConfig":
         """Return the configuration of values of JSON."""
-        names = dict(plain)
-        training = dict(names.pop("training", {}))
-        # Files of earlier versions have these two beside the other options.
-        training |= {name: names.pop(name) for name in ("seed", "batch_size") if name in names}
-        return cls(**names, training=TrainingConfig(**training))
+        return cls(**{**plain, "training": TrainingConfig(**plain.get("training", {}))})
 
 
 def train_run(

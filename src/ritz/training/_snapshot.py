@@ -20,7 +20,7 @@ from ritz.optim._shared import Edge, attached_to, edge, learning_rate
 from ritz.spectra import DiscreteDensity, Eigenpairs, Spectrum, eigenpairs, lanczos, lanczos_block
 from ritz.spectra import diagonal as diagonal_of
 from ritz.spectra import trace as trace_of
-from ritz.training._sample_gradients import (
+from ritz.training._sample_statistics import (
     SampleGradients,
     local_step,
     sample_gradients,

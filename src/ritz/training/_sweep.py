@@ -258,9 +258,9 @@ def _option_name(word: str, names: Iterable[str]) -> str:
         raise ValueError("grid must not have seed: pass seeds=[0,1,2] (--seeds 0,1,2)")
     if name not in known and name not in aliases:
         raise ValueError(
-            f"grid must have options of training, got {word!r}; {suggest(name, sorted(known))} "
-            "Settings of the optimiser, the model and the data are optimizer.NAME, model.NAME and "
-            "data.NAME"
+            f"grid must have options of training, got {word!r}; "
+            f"{suggest(name, sorted(known), listing='ritz train --help')} Settings of the "
+            "optimiser, the model and the data are optimizer.NAME, model.NAME and data.NAME"
         )
     return name if name in known else aliases[name]
 
@@ -485,10 +485,10 @@ class _Fit:
             # The numbers of monitors are in the log, also if nothing is to be saved.
             files: Any = {"checkpoint": task.folder, "log": (task.folder or Path(scratch)) / LOG}
             files |= {"progress": progress} | self._objects
-            found = outcome(fit(model, self._data, task.training, **files))
+            ended = outcome(fit(model, self._data, task.training, **files))
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
-        return found
+        return ended
 
 
 def outcome(result: TrainingResult) -> Outcome:
@@ -524,9 +524,9 @@ def run_plan(
     """
     max_jobs = check_count("max_jobs", max_jobs)
     tasks = {point.name: point for point in plan.points}
-    found = run_tasks(train, tasks, max_jobs=max_jobs, is_over=partial(_is_over, metric),
-                      progress=progress)  # fmt: skip
-    return _result(plan, found, metric)
+    is_over = partial(_is_over, metric)
+    runs = run_tasks(train, tasks, max_jobs=max_jobs, is_over=is_over, progress=progress)
+    return _result(plan, runs, metric)
 
 
 def _is_over(metric: str | None, result: Outcome) -> bool:
@@ -537,13 +537,13 @@ def _is_over(metric: str | None, result: Outcome) -> bool:
     return status.outcome == "interrupted"
 
 
-def _result(plan: Plan, found: Mapping[str, Outcome], metric: str | None) -> SweepResult:
+def _result(plan: Plan, runs: Mapping[str, Outcome], metric: str | None) -> SweepResult:
     """Return the table of the runs that have ended."""
     n, seeds = len(plan.points) // len(plan.seeds), len(plan.seeds)
     # Runs are made by seeds; the table has the seeds last.
     order = [plan.points[j * n + i].name for i in range(n) for j in range(seeds)]
-    outcomes = [found[name][1].outcome if name in found else "" for name in order]
-    ended = {name: metrics for name, (metrics, status) in found.items() if status.ok}
+    outcomes = [runs[name][1].outcome if name in runs else "" for name in order]
+    ended = {name: metrics for name, (metrics, status) in runs.items() if status.ok}
     columns = {
         name: torch.tensor([ended.get(run, {}).get(name, math.nan) for run in order],
                            dtype=torch.float64).view(n, seeds)
