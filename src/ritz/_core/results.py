@@ -237,7 +237,7 @@ class Estimate(HasStatus):
                 are Euclidean norms.
             advice: What to change if the truncation is too large.
         """
-        size, error = float(self.mean.norm()), float(self.error().norm())
+        size, error = euclidean_norm(self.mean), euclidean_norm(self.error())
         if not math.isfinite(error):
             status = Status(
                 outcome="uncertain",
@@ -258,7 +258,7 @@ class Estimate(HasStatus):
         return replace(self, status=status)
 
     def _advice(self, goal: float, advice: str) -> str:
-        fixed, error = float(self.truncation.norm()), float(self.error().norm())
+        fixed, error = euclidean_norm(self.truncation), euclidean_norm(self.error())
         if advice and fixed > 0.5 * error:
             return advice
         # The sampling error falls as the square root of the number of probes.
@@ -309,6 +309,12 @@ def power_of_two(tensor: Tensor) -> float:
     """Return the largest power of two up to the largest magnitude of an entry; 1 for zeros."""
     largest = float(tensor.abs().max())
     return math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest > 0 else 1.0
+
+
+def euclidean_norm(tensor: Tensor) -> float:
+    """Return the norm of all entries, whose squares may leave the range of the dtype."""
+    unit = power_of_two(tensor)
+    return unit * float((tensor / unit).norm())
 
 
 def plain_estimate(estimate: Estimate) -> str:
