@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ritz
+from ritz import graphs
 from ritz.operators import FunctionOperator, KernelOperator
 from ritz.testing import with_spectrum
 
@@ -173,3 +174,43 @@ def test_the_interval_of_a_frobenius_norm_is_as_skewed_as_the_squares():
 
     # Intervals by the skewness of the norms held in 0.914.
     assert held >= 0.93 * 400
+
+
+@pytest.mark.parametrize("method", ["hutchinson", "chebyshev", "maxent", "heat", "gradient"])
+def test_few_equal_samples_are_uncertain_with_every_method(method):
+    # (z_1 + z_2 + z_3)^2 is 1 or 9, and four probes give four ones in a third of the cases.
+    outcomes = {}
+    for seed in range(40):
+        found, truth = few_samples(method, torch.Generator().manual_seed(seed))
+        held = abs(float(found) - truth) <= float(found.error()) * (1 + 1e-9)
+        outcomes.setdefault(found.status.outcome, []).append(held)
+
+    assert all(outcomes["completed" if method != "gradient" else "converged"])
+    assert 4 <= len(outcomes["uncertain"]) <= 24
+
+
+def few_samples(method, generator):
+    """Return an estimate from four probes of a matrix with one block, and the exact value."""
+    ones = torch.zeros(40, 40, dtype=torch.float64)
+    ones[:3, :3] = 1.0
+    op = FunctionOperator(lambda block: ones @ block, n=40, dtype=torch.float64)
+    options = {"num_probes": 4, "generator": generator}
+    if method == "hutchinson":
+        return ritz.trace(op, method=method, **options), 3.0
+    if method == "heat":
+        one = graphs.as_graph(torch.tensor([[0], [1]]), num_nodes=40)
+        measured = graphs.moments(one, exact=False, **options)
+        times = torch.ones(1, dtype=torch.float64)
+        return graphs.heat_trace(measured, times=times), (39 + math.exp(-2)) / 40
+    if method == "gradient":
+        points = torch.arange(0.0, 4000, 100, dtype=torch.float64)[:, None]
+        points[:2] = torch.tensor([[0.0], [0.5]])
+        noise = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+        found = ritz.spectra.logdet_gradient(
+            KernelOperator(points, noise=noise), method="lanczos", **options
+        )
+        inside = math.exp(-0.125)
+        return found["noise"], 38 / 1.1 + 1 / (1.1 - inside) + 1 / (1.1 + inside)
+    return ritz.trace_function(op, torch.exp, num_steps=8, method=method, **options), 39 + math.exp(
+        3
+    )

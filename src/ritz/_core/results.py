@@ -31,6 +31,15 @@ class Tuning:
     # Largest quantile at which Hall's correction is evaluated. It grows with the fourth power of
     # the quantile, so that a 99.9 % interval of 8 samples would be ten times too wide.
     largest: float = 3.0
+    # Quadratic forms of random signs may take two values only. If few samples show two values,
+    # there may be a third: for a block of four ones 0, 4 and 16, which has probability 1/8, and is
+    # missing in 0.875^23 < 0.05 of the cases. So the interval allows for a value at three times the
+    # distance of the two, with weight 1/N. With 6 to 20 samples of blocks of four to eight ones,
+    # 0.870 to 0.99 of the intervals contain the exact value without this, and 0.945 to 1 with it.
+    few: int = 24
+    unseen: float = 3.0
+    # Samples that differ by less than this fraction of their range are equal but for roundoff.
+    equal: float = 1e-6
 
 
 TUNING = Tuning()
@@ -206,7 +215,8 @@ class Estimate(HasStatus):
             return self.stderr + self.truncation
         # Without degrees of freedom, use the quantile of the normal distribution.
         quantile = float(stdtrit(self.degrees or math.inf, 0.5 + level / 2))
-        return quantile * self._skewed(quantile) * self.stderr + self.truncation
+        factor = quantile * self._skewed(quantile) + self._unseen()
+        return factor * self.stderr + self.truncation
 
     def _skewed(self, quantile: float) -> Tensor:
         """Return the factor by which skewness of the samples widens an interval, shape ``s``."""
@@ -228,6 +238,18 @@ class Estimate(HasStatus):
         z = min(quantile, TUNING.largest)
         short = likely.square() * ((z**4 + 2 * z**2 - 3) / (18 * count))
         return torch.where(short < 1, 1 + short, 2 * short.sqrt().sqrt())
+
+    def _unseen(self) -> Tensor:
+        """Return the error by a third value, over the standard error, of samples of two values."""
+        none = torch.zeros_like(self.stderr)
+        if self.samples is None or not 2 < len(self.samples) < TUNING.few:
+            return none
+        low, high = self.samples.amin(0), self.samples.amax(0)
+        spread = stderr(self.samples)
+        near = TUNING.equal * (high - low)
+        alike = (self.samples - low <= near) | (high - self.samples <= near)
+        weight = TUNING.unseen / len(self.samples)
+        return torch.where(alike.all(0) & (spread > 0), weight * (high - low) / spread, none)
 
     def with_status(self, rtol: float | None, advice: str = "") -> "Estimate":
         """Return the estimate with its status: whether its errors are within a tolerance.

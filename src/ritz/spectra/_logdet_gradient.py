@@ -12,6 +12,7 @@ from ritz._core.checks import check_choice, check_count, check_range, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import draw_probes, resolve_generator
 from ritz._core.results import Estimate, Status, power_of_two
+from ritz._core.sampling import ROUNDOFF, doubt_equal_samples
 from ritz.operators import FunctionOperator, KernelOperator, LinearOperator
 from ritz.spectra._lanczos import TUNING as LANCZOS
 from ritz.spectra._lanczos import Recurrence, step
@@ -289,14 +290,18 @@ def logdet_gradient(
     gradient = {}
     for name, parts in samples.items():
         values = torch.cat(parts)
-        gradient[name] = Estimate.of(
+        size = values.abs().mean(0)  # the terms of u'(dK)u may cancel, and then the mean is small
+        estimate = Estimate.of(
             values,
-            truncation=worst * values.mean(0).abs(),
+            truncation=ROUNDOFF * torch.finfo(op.dtype).eps * size,
             num_products=sum(roots.num_products for roots in blocks),
             method=f"{len(values)} inverse roots by Lanczos",
             status=failed[0] if failed else blocks[0].status,
             seed=generator.initial_seed(),
         )
+        estimate = doubt_equal_samples(estimate)
+        truncation = estimate.truncation + worst * size
+        gradient[name] = replace(estimate, truncation=truncation).with_status(None)
     return gradient
 
 
