@@ -32,11 +32,11 @@ class FunctionOperator(LinearOperator):
     Symmetry is not checked when the operator is created. :func:`ritz.operators.check_symmetric`
     checks it with two products, and every Lanczos run checks it without additional products.
 
-    The function must be the same in every call. Changes of the matrix within a run are noticed by
-    the same checks, but a multiple of the identity is not: it is symmetric, and only
-    :func:`ritz.eigenpairs`, :func:`ritz.solve`, :func:`ritz.spectra.moments` and runs that resume
-    compare two products of one vector. :func:`ritz.testing.check_operator` does so for any
-    operator. Others do not, because a product per run would cost more than such a change is likely.
+    The function must be the same in every call. The same checks notice a matrix that changes
+    within a run, but not if it changes by a multiple of the identity. Only
+    :func:`ritz.eigenpairs`, :func:`ritz.solve`, :func:`ritz.spectra.moments`, runs that resume and
+    :func:`ritz.testing.check_operator` compare two products of one vector. The other functions do
+    not, because it would take an additional product in each run.
 
     Args:
         function: Takes a block ``(n, k)`` and returns the product ``(n, k)``. With
