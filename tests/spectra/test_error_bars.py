@@ -214,3 +214,32 @@ def few_samples(method, generator):
     return ritz.trace_function(op, torch.exp, num_steps=8, method=method, **options), 39 + math.exp(
         3
     )
+
+
+PLACES = torch.arange(3, dtype=DOUBLE)
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [torch.tensor([[1.0, 0.9], [0.9, 1.0]]), 1 / (1 + PLACES[:, None] + PLACES)],
+    ids=["covariance", "Hilbert"],
+)
+def test_exact_determinants_of_few_rows_are_within_their_roundoff(matrix):
+    exact = float(torch.logdet(matrix.double()))
+
+    for seed in range(1000, 1100):
+        found = ritz.logdet(hidden(matrix), generator=torch.Generator().manual_seed(seed))
+        gap = abs(float(found) - exact)
+        assert gap <= float(found.truncation)
+
+
+@pytest.mark.parametrize("value", [1.0, 1e-3])
+def test_bounds_of_a_multiple_of_the_identity_are_as_narrow_as_their_status_says(value):
+    for seed in range(20):
+        turn = torch.linalg.qr(torch.randn(2, 2, generator=torch.Generator().manual_seed(seed)))[0]
+        op = hidden(value * turn @ turn.T)
+
+        found = ritz.bounds(op, rtol=1e-4, generator=torch.Generator().manual_seed(seed))
+
+        assert found.status.ok
+        assert found.high - found.low < 1e-3 * value

@@ -205,7 +205,7 @@ class Deflation:
         summed = (
             ROUNDOFF * torch.finfo(torch.float64).eps * float(factor.diagonal().log().abs().sum())
         )
-        moved = unit * float(inverse.diagonal().sum())
+        moved = QUADRATURE.margin * unit * float(inverse.diagonal().sum())
         self.roundoff = math.inf if singular else moved + summed
         if self.dimension:
             # B (T^{-1})_last B', the part of S that couples through the last block.
