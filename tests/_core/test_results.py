@@ -88,6 +88,15 @@ def test_an_exact_estimate_has_no_error():
     assert exact.mean.dtype == torch.float64
 
 
+@pytest.mark.parametrize("truncation", [math.inf, math.nan])
+def test_an_unknown_error_is_uncertain_also_without_a_tolerance(truncation):
+    exact = Estimate.exact(1.0, method="", truncation=truncation)
+    sampled = Estimate.of(torch.arange(3.0), method="", num_products=0, truncation=truncation)
+
+    assert exact.status.outcome == sampled.status.outcome == "uncertain"
+    assert "no sampling" in exact.status.message
+
+
 def test_scaling_by_a_negative_factor_keeps_errors_positive():
     scaled = estimate(
         2.0, 0.5, truncation=torch.tensor(0.25), samples=torch.tensor([1.0, 3.0])

@@ -175,3 +175,26 @@ def test_the_largest_eigenvalue_of_a_scipy_operator_has_its_residual(scale):
     assert pairs.status.ok
     assert float(pairs.values[0]) == pytest.approx(exact, rel=1e-12)
     assert 0 < float(pairs.residuals[0]) < 1e-6 * exact
+
+
+def test_bounds_of_a_matrix_of_subnormal_entries_end():
+    matrix = times(matrix_and_rhs(torch.float64)[0], -1030)
+    op = FunctionOperator(lambda block: matrix @ block, n=N, dtype=torch.float64)
+
+    low, high = ritz.bounds(op)
+
+    assert low < 0.5 * 2.0**-1030 < 2.0**-1029 < high
+
+
+def test_a_trace_beyond_the_range_is_uncertain():
+    matrix = times(matrix_and_rhs(torch.float64)[0], 1020)
+
+    assert ritz.trace(matrix).status.outcome == "uncertain"
+
+
+def test_half_precision_has_a_log_determinant():
+    matrix = 2 * torch.eye(5, dtype=torch.float16)
+
+    found = ritz.logdet(matrix, method="krylov")
+
+    assert abs(float(found) - 5 * np.log(2)) < float(found.truncation)

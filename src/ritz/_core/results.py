@@ -147,13 +147,14 @@ class Estimate(HasStatus):
     ) -> "Estimate":
         """Return an estimate without sampling error. A float becomes a float64 tensor."""
         mean = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        error = torch.as_tensor(truncation, dtype=mean.dtype).expand(mean.shape)
         return cls(
             mean=mean,
             stderr=torch.zeros_like(mean),
-            truncation=torch.as_tensor(truncation, dtype=mean.dtype).expand(mean.shape),
+            truncation=error,
             num_products=num_products,
             method=method,
-            status=status or Status(outcome="completed", message="no sampling"),
+            status=status or _completed(error, "no sampling"),
             seed=seed,
         )
 
@@ -170,15 +171,16 @@ class Estimate(HasStatus):
     ) -> "Estimate":
         """Return the mean of samples ``(num_samples, *s)`` with its standard error."""
         mean = samples.mean(0)
+        error = torch.as_tensor(truncation, dtype=mean.dtype).expand(mean.shape)
         return cls(
             mean=mean,
             stderr=stderr(samples),
-            truncation=torch.as_tensor(truncation, dtype=mean.dtype).expand(mean.shape),
+            truncation=error,
             degrees=len(samples) - 1,
             samples=samples,
             num_products=num_products,
             method=method,
-            status=status or Status(outcome="completed", message=f"{len(samples)} probes"),
+            status=status or _completed(error, f"{len(samples)} probes"),
             seed=seed,
         )
 
@@ -302,6 +304,13 @@ class Estimate(HasStatus):
         if not is_below(fixed, 1e-3 * sampled) and fixed > 0:
             value += f", truncation {fixed:.2g}"
         return f"{value}  [{self.method}, {self.num_products} products; {self.status}]"
+
+
+def _completed(truncation: Tensor, message: str) -> Status:
+    """Return the status of an estimate without a tolerance, given its truncation."""
+    if bool(truncation.isfinite().all()):
+        return Status(outcome="completed", message=message)
+    return Status(outcome="uncertain", message=f"the error is unknown; {message}")
 
 
 def stderr(samples: Tensor) -> Tensor:

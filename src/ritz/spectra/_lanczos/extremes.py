@@ -516,7 +516,7 @@ class _Search:
         inside = outside = self.roundoff + TUNING.sums * self.run.eps * self.run.scale * spread
         whole = self.run.size == self.op.shape[0]  # no eigenvalue is missed
         while not (whole or is_below(log_missed(end + side * outside), limit)):
-            inside, outside = outside, 2 * outside
+            inside, outside = outside, max(2 * outside, math.ulp(0.0))
         for _ in range(0 if whole else 10):
             middle = (inside + outside) / 2
             if is_below(log_missed(end + side * middle), limit):
