@@ -359,12 +359,15 @@ def gradient_roundoff(risk: Risk) -> tuple[float, float]:
     """
     if risk.theta.dtype == torch.float64 or len(risk.theta) > TUNING.parameters:
         return 0.0, 0.0
-    squares, _ = attempt(lambda: _compare_gradients(risk), *UNSUITABLE)
-    return squares or (0.0, 0.0)
+    sums, _ = attempt(lambda: _compare_gradients(risk), *UNSUITABLE)
+    # If one process failed and raised, the others would wait for it forever.
+    total = torch.zeros(3, dtype=torch.float64) if sums is None else sums
+    gap, size, count = risk.sum_over_processes(total.to(risk.theta.device)).tolist()
+    return (math.sqrt(gap / count), math.sqrt(size / count)) if count else (0.0, 0.0)
 
 
-def _compare_gradients(risk: Risk) -> tuple[float, float]:
-    """Return the root mean square error and norm of the gradients of a few batches."""
+def _compare_gradients(risk: Risk) -> Tensor:
+    """Return the sums of squares of errors and of gradients of a few batches, and their number."""
 
     def double(tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, tree)
@@ -372,15 +375,15 @@ def _compare_gradients(risk: Risk) -> tuple[float, float]:
     precise = risk._changed(
         precision="float64", space=ParamSpace(double(risk.params)), theta=double(risk.theta)
     )
-    step, gaps, sizes = -(-risk.num_batches // TUNING.compared), list[Tensor](), list[Tensor]()
-    for index, (_, context, _) in enumerate(risk.contexts()):
+    # The same batches for any number of processes.
+    step, sums = -(-risk.num_batches // TUNING.compared), torch.zeros(3, dtype=torch.float64)
+    for index, context, _ in risk.contexts():
         if index % step:
             continue
         with risk.settings():
             gradient = risk.batch_gradient(context)[0].double()
         with precise.settings():
             exact = precise.batch_gradient(double(context))[0]
-        gaps.append((gradient - exact).square().sum())
-        sizes.append(exact.square().sum())
-    gap, size = (float(torch.stack(part).mean().sqrt()) for part in (gaps, sizes))
-    return gap, size
+        gap, size = (float(part.square().sum()) for part in (gradient - exact, exact))
+        sums += torch.tensor([gap, size, 1.0], dtype=torch.float64)
+    return sums

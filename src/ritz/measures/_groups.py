@@ -34,7 +34,7 @@ class Tuning:
     # or 6 %.
     num_groups: int = 128
     # Roundoff in a gradient or product of a network, in units of machine precision. The errors in
-    # float32 are up to 6 units for networks with one hidden layer.
+    # float32 are up to 6 units for networks with one hidden layer, and up to 50 for ten layers.
     roundoff: float = 16.0
     # Where the terms of a loss cancel, as predictions and targets do near a minimum, roundoff is
     # this multiple of what a few groups show beside float64. On 96 smooth networks with six losses,
@@ -159,7 +159,7 @@ def contrasts(
 
 
 def group_roundoff(groups: Risk, size: float | None = None) -> float:
-    """Return the relative error of the gradients of groups, by roundoff.
+    """Return the relative error of the gradients of groups or batches, by roundoff.
 
     Args:
         groups: The groups.
