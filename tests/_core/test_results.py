@@ -88,6 +88,15 @@ def test_an_exact_estimate_has_no_error():
     assert exact.mean.dtype == torch.float64
 
 
+@pytest.mark.parametrize("truncation", [math.inf, math.nan])
+def test_an_unknown_error_is_uncertain_also_without_a_tolerance(truncation):
+    exact = Estimate.exact(1.0, method="", truncation=truncation)
+    sampled = Estimate.of(torch.arange(3.0), method="", num_products=0, truncation=truncation)
+
+    assert exact.status.outcome == sampled.status.outcome == "uncertain"
+    assert "no sampling" in exact.status.message
+
+
 def test_scaling_by_a_negative_factor_keeps_errors_positive():
     scaled = estimate(
         2.0, 0.5, truncation=torch.tensor(0.25), samples=torch.tensor([1.0, 3.0])
@@ -131,6 +140,28 @@ def test_the_interval_of_quadratic_forms_of_rank_one_contains_their_mean(rng, co
     for level, least in ((0.95, 0.94), (0.999, 0.993)):
         low, high = estimates.interval(level)
         assert float(((low <= 1) & (high >= 1)).double().mean()) >= least
+
+
+@pytest.mark.parametrize("count", [10, 12, 16, 20])
+def test_two_values_of_few_samples_leave_room_for_a_third(rng, count):
+    # (z_1 + z_2 + z_3 + z_4)^2 is 0, 4 or 16, and 16 only with probability 1/8.
+    signs = 2.0 * torch.randint(0, 2, (count, 4000, 4), generator=rng, dtype=torch.float64) - 1
+    estimate = Estimate.of(signs.sum(2).square(), method="", num_products=0)
+
+    held = ((estimate.mean - 4).abs() <= estimate.error()).double().mean()
+
+    assert float(held) > 0.94  # 0.87 to 0.93 without
+
+
+def test_samples_of_three_values_have_the_plain_interval():
+    two, three = (
+        Estimate.of(torch.tensor(values, dtype=torch.float64), method="", num_products=0)
+        for values in ([0, 0, 4, 4, 4, 4], [0, 0, 4, 4, 4, 3.9])
+    )
+    many = Estimate.of(two.samples.repeat(4), method="", num_products=0)
+
+    assert float(two.error() / two.stderr) > 1.2 * float(three.error() / three.stderr)
+    assert not many._unseen()
 
 
 def test_the_interval_of_skewed_samples_is_wider(rng):

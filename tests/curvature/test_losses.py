@@ -6,11 +6,12 @@ import pytest
 import torch
 from curvature.networks import Decoder, labels, mlp, noise, seeded, vectors
 from torch import nn
-from torch.func import grad, jacfwd
+from torch.func import grad, jacfwd, jvp
 from torch.nn import functional
 
+from ritz._core import cross_entropy
 from ritz.curvature import Risk, fisher, ggn, gradient_covariance
-from ritz.curvature._losses import known_loss, output_hessian, sample_losses
+from ritz.curvature._losses import accurate_loss, known_loss, output_hessian, sample_losses
 
 CE, BCE, MSE = (
     functional.cross_entropy,
@@ -274,3 +275,57 @@ def test_the_matrix_of_certain_outputs_keeps_its_digits_in_float32(loss_fn, shar
 
     exact = known.hessian(outputs.double(), target, tangent.double())
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_accurate_losses_have_the_values_and_derivatives_of_torch(name):
+    loss_fn, shape, target = KNOWN[name]
+    outputs, tangent = noise(*shape, seed=4), noise(*shape, seed=5)
+    accurate = accurate_loss(loss_fn)
+
+    def derivatives(call):
+        gradient = grad(lambda f: call(f, target))
+        return call(outputs, target), gradient(outputs), jvp(gradient, (outputs,), (tangent,))[1]
+
+    torch.testing.assert_close(derivatives(accurate), derivatives(plain(loss_fn)))
+
+
+@pytest.mark.parametrize("sharpness", [14.0, 30.0, 80.0])
+@pytest.mark.parametrize("loss_fn", [CE, BCE])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_gradient_of_certain_outputs_keeps_its_digits_in_float32(
+    loss_fn, sharpness, chunked, monkeypatch
+):
+    # p_y - 1 has no digits left in float32 if it is computed as such.
+    if chunked:
+        monkeypatch.setattr(cross_entropy, "TUNING", cross_entropy.Tuning(large=1))
+    outputs = sharpness * torch.tensor([[1.0, 0.0, 0.1], [0.2, 1.0, 0.0]])
+    target = torch.tensor([0, 1]) if loss_fn is CE else torch.tensor([[1.0, 0, 1], [0, 1, 1]])
+    gradient = grad(lambda f: accurate_loss(loss_fn)(f, target))
+
+    found, product = jvp(gradient, (outputs,), (torch.ones_like(outputs) - outputs,))
+
+    wide = outputs.double()
+    if loss_fn is CE:  # p - e_y with p_y - 1 as a sum
+        p = wide.softmax(1)
+        label = target[:, None]
+        others = p.scatter(1, label, 0.0)
+        exact = others.scatter(1, label, -others.sum(1, keepdim=True)) / len(p)
+    else:
+        exact = torch.where(target > 0, -(-wide).sigmoid(), wide.sigmoid()) / wide.numel()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    known = known_loss(loss_fn).hessian(wide, target, 1 - wide)
+    # For a label that is certain and wrong, p (1 - p) is tiny and cancels.
+    right = gradient(wide).abs() * wide.numel() < 0.9
+    torch.testing.assert_close(product.double()[right], known[right], rtol=2e-5, atol=0)
+
+
+def test_a_label_without_other_classes_has_no_derivative():
+    outputs = torch.tensor([[0.3, -torch.inf], [1.0, 2.0]])
+    target = torch.tensor([0, 1])
+
+    value, gradient = accurate_loss(CE)(outputs, target), grad(accurate_loss(CE))(outputs, target)
+
+    torch.testing.assert_close(value, CE(outputs, target))
+    torch.testing.assert_close(gradient, grad(CE)(outputs, target))
+    assert not grad(accurate_loss(CE))(outputs[:, :1], torch.zeros(2, dtype=torch.int64)).any()

@@ -136,7 +136,7 @@ def test_a_trace_keeps_one_tensor_of_the_size_of_the_outputs():
 def test_large_outputs_are_multiplied_one_column_at_a_time(monkeypatch):
     risk, _ = language_risk()
     assert ritz.hessian(risk).block_size == 8
-    monkeypatch.setattr(chunks, "TUNING", Tuning(large=3 * TOKENS * VOCABULARY - 1))
+    monkeypatch.setattr(chunks, "TUNING", Tuning(alone=3 * TOKENS * VOCABULARY - 1))
     assert ritz.hessian(risk).block_size == 1
 
 

@@ -109,6 +109,34 @@ def test_a_graph_has_distance_zero_to_itself_within_the_error(several, measure):
             assert float(found.matrix[0, 1]) > 0.5 * float(found.stderr[0, 1])
 
 
+@pytest.mark.parametrize("measure", ["symmetric_kl", "jensen_shannon"])
+def test_the_truncation_covers_the_tolerance_that_few_probes_need(several, measure, monkeypatch):
+    pair = [several["random"], several["attached"]]
+    options = {"measure": measure, "num_moments": 40}
+    found = graphs.similarity(pair, num_probes=8, **options)
+    monkeypatch.setattr("ritz.graphs._density.SMALL", 2000)
+
+    exact = graphs.similarity(pair, **options)
+
+    gap = abs(float(found.matrix[0, 1] - exact.matrix[0, 1]))
+    error, truncation = float(found.stderr[0, 1]), float(found.truncation[0, 1])
+    assert gap < 2.3 * error + truncation
+    assert torch.equal(found.truncation, found.truncation.T)
+    assert not found.truncation.diagonal().any()
+    assert not exact.truncation.any()
+    if measure == "symmetric_kl":
+        assert gap > 4 * error
+        assert f"truncation {truncation:.2g}" in str(found)
+
+
+def test_a_divergence_of_sampled_moments_has_no_limit(moments):
+    found = graphs.similarity(moments)
+    off = ~torch.eye(4, dtype=torch.bool)
+
+    assert bool(found.truncation[off].isinf().all())
+    assert bool(graphs.similarity(moments, measure="wasserstein").truncation.isfinite().all())
+
+
 def test_the_jackknife_gives_the_exact_bias_of_a_square():
     samples = torch.randn(50, 1, generator=seeded(0), dtype=torch.float64)
     left = leave_out(samples)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import ritz
-from ritz.curvature import Risk, curvature_operator
+from ritz.curvature import Risk, curvature_operator, ggn
 from ritz.measures import sharpness
 from ritz.operators import Exact
 from ritz.testing import assert_within_stderr
@@ -244,3 +244,24 @@ def test_truncation_of_the_negative_mass_covers_eigenvalues_of_unknown_sign():
     noise = 4 * float(low.stderr)
     assert undecided > 0.05
     assert float(low) - noise <= truth <= float(low) + undecided + noise
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_bars_in_single_precision_hold_the_roundoff_of_products(scale):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        x, y = torch.randn(30, 5), torch.randint(3, (30,))
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    model[2].weight.data *= scale
+    risk = Risk(model, nn.functional.cross_entropy, (x, y), batch_size=10)
+    precise = Risk(model, nn.functional.cross_entropy, (x, y), batch_size=10, precision="float64")
+    matrix = ggn(precise).dense()
+
+    norms = {"spectral_norm": torch.linalg.matrix_norm(matrix, 2), "frobenius_norm": matrix.norm()}
+
+    row = sharpness(risk, matrix="ggn", num_steps=30, num_probes=8).rows[0]
+
+    for name, exact in (norms | {"trace": matrix.trace()}).items():
+        found = getattr(row, name)
+        assert abs(float(found) - float(exact)) <= float(found.error()), name
+        assert 0 < float(found.truncation) < 1e-3 * float(exact)

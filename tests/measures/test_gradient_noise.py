@@ -7,10 +7,10 @@ import torch
 from curvature.networks import seeded, small
 from torch.nn import functional
 
-from ritz import load, save
+from ritz import eigenpairs, hessian, load, save
 from ritz.curvature import Risk, curvature_operator
 from ritz.measures import _gradients as module
-from ritz.measures import gradient_noise
+from ritz.measures import curvature_variance, gradient_noise, gradient_overlap
 from ritz.testing import assert_within_stderr
 
 N = 36
@@ -175,3 +175,99 @@ def test_a_gradient_lost_in_roundoff_has_no_noise_scale(samples):
     pairs = (x[:8].float().repeat(2, 1), torch.arange(16) // 8)
     found = gradient_noise(Risk(model, functional.cross_entropy, pairs, batch_size=16))
     assert math.isinf(float(found.simple.truncation)) or math.isnan(float(found.simple))
+
+
+def log_likelihood(outputs, target):
+    """Cross-entropy as users write it, in which the gradient cancels at certain labels."""
+    return -functional.log_softmax(outputs, 1).gather(1, target[:, None]).mean()
+
+
+FITTED = {
+    "cross-entropy": (functional.cross_entropy, 1500),
+    "user-defined": (log_likelihood, 1500),
+    "squares": (functional.mse_loss, 600),
+    "huber": (functional.smooth_l1_loss, 600),
+}
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    risks = {}
+    for name, (loss_fn, steps) in FITTED.items():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            x = torch.randn(60, 8)
+            labels = name in ("cross-entropy", "user-defined")
+            y = (3 * x[:, :3]).argmax(1) if labels else torch.sin(x[:, :3]).sum(1, keepdim=True)
+            layers = [
+                torch.nn.Linear(8, 20),
+                torch.nn.Tanh(),
+                torch.nn.Linear(20, 3 if labels else 1),
+            ]
+            model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+        assert float(loss.detach()) < 1e-3
+        make = partial(Risk, model, loss_fn, (x, y), batch_size=60)
+        risks[name] = {p: make(precision=p) for p in ("float32", "float64")}
+    return risks
+
+
+@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("matrix", ["hessian", "ggn"])
+def test_bars_of_fitted_networks_hold_the_roundoff_of_their_losses(fitted, name, matrix):
+    # The samples are single groups, so that roundoff is the only error but for the probes.
+    found, exact = (
+        gradient_noise(fitted[name][p], matrix=matrix, num_probes=60)
+        for p in ("float32", "float64")
+    )
+    variances = [curvature_variance(fitted[name][p], matrix=matrix) for p in ("float32", "float64")]
+
+    pairs = {part: (getattr(found, part), getattr(exact, part)) for part in PARTS}
+    for part, (ours, theirs) in (pairs | {"curvature": variances}).items():
+        gap = abs(float(ours) - float(theirs))
+        assert gap <= float(ours.truncation), part
+
+
+PARTS = ("variance", "gradient_square", "along", "simple", "curved")
+
+
+def test_cross_entropy_of_a_fitted_network_keeps_its_digits_in_float32(fitted):
+    found, exact = (gradient_noise(fitted["cross-entropy"][p]) for p in ("float32", "float64"))
+
+    for part in ("variance", "gradient_square", "along", "simple"):
+        gap = abs(float(getattr(found, part)) - float(getattr(exact, part)))
+        assert gap < 1e-5 * abs(float(getattr(exact, part))), part
+
+
+def test_a_model_that_needs_float32_has_the_roundoff_of_its_products():
+    class Single(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x.float())
+
+    risk = Risk(Single(), log_likelihood, (torch.randn(6, 3), torch.arange(6) % 2), batch_size=6)
+
+    assert 0 < float(gradient_noise(risk).variance.truncation) < 1e-4
+
+
+def test_overlaps_of_a_gradient_lost_in_roundoff_have_its_error(fitted):
+    risks = fitted["huber"]
+    pairs = eigenpairs(hessian(risks["float64"]), largest=4)
+    single = replace(pairs, values=pairs.values, vectors=pairs.vectors.float())
+
+    found = gradient_overlap(risks["float32"], single)
+    exact = gradient_overlap(risks["float64"], pairs)
+
+    for part in ("overlaps", "share", "curvature", "explained"):
+        ours, theirs = getattr(found, part), getattr(exact, part)
+        gap = (ours.mean.double() - theirs.mean).abs()
+        assert bool((gap <= ours.truncation.double() + 1e-5 * theirs.mean.abs()).all()), part
+    assert float(found.overlaps.truncation.max()) > 1e-4

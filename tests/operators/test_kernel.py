@@ -45,6 +45,17 @@ def test_close_points_far_from_the_origin_lose_no_digits():
     assert float(off_diagonal) == pytest.approx(math.exp(-0.125), rel=1e-12)
 
 
+def test_quotients_by_the_length_scale_far_from_the_origin_lose_no_digits():
+    points = torch.linspace(2000, 2020, 30)[:, None]
+    op = KernelOperator(points, lengthscale=0.3)
+    truth = KernelOperator(points.double(), lengthscale=0.3).matrix()
+
+    torch.testing.assert_close(op.matrix().double(), truth, rtol=0, atol=3e-6)
+    torch.testing.assert_close(op.dense().double(), truth, rtol=0, atol=3e-6)
+    assert op.double().dtype == torch.float64
+    torch.testing.assert_close(op.double().matrix(), truth)
+
+
 def test_distances_by_axes_equal_those_of_cdist(rng):
     x, y = (torch.randn(n, 4, generator=rng, dtype=torch.float64) for n in (9, 13))
     torch.testing.assert_close(_kernel._distances_by_axes(x, y), _kernel._distances(x, y))

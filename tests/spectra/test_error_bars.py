@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ritz
+from ritz import graphs
 from ritz.operators import FunctionOperator, KernelOperator
 from ritz.testing import with_spectrum
 
@@ -173,3 +174,72 @@ def test_the_interval_of_a_frobenius_norm_is_as_skewed_as_the_squares():
 
     # Intervals by the skewness of the norms held in 0.914.
     assert held >= 0.93 * 400
+
+
+@pytest.mark.parametrize("method", ["hutchinson", "chebyshev", "maxent", "heat", "gradient"])
+def test_few_equal_samples_are_uncertain_with_every_method(method):
+    # (z_1 + z_2 + z_3)^2 is 1 or 9, and four probes give four ones in a third of the cases.
+    outcomes = {}
+    for seed in range(40):
+        found, truth = few_samples(method, torch.Generator().manual_seed(seed))
+        held = abs(float(found) - truth) <= float(found.error()) * (1 + 1e-9)
+        outcomes.setdefault(found.status.outcome, []).append(held)
+
+    assert all(outcomes["completed" if method != "gradient" else "converged"])
+    assert 4 <= len(outcomes["uncertain"]) <= 24
+
+
+def few_samples(method, generator):
+    """Return an estimate from four probes of a matrix with one block, and the exact value."""
+    ones = torch.zeros(40, 40, dtype=torch.float64)
+    ones[:3, :3] = 1.0
+    op = FunctionOperator(lambda block: ones @ block, n=40, dtype=torch.float64)
+    options = {"num_probes": 4, "generator": generator}
+    if method == "hutchinson":
+        return ritz.trace(op, method=method, **options), 3.0
+    if method == "heat":
+        one = graphs.as_graph(torch.tensor([[0], [1]]), num_nodes=40)
+        measured = graphs.moments(one, exact=False, **options)
+        times = torch.ones(1, dtype=torch.float64)
+        return graphs.heat_trace(measured, times=times), (39 + math.exp(-2)) / 40
+    if method == "gradient":
+        points = torch.arange(0.0, 4000, 100, dtype=torch.float64)[:, None]
+        points[:2] = torch.tensor([[0.0], [0.5]])
+        noise = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+        found = ritz.spectra.logdet_gradient(
+            KernelOperator(points, noise=noise), method="lanczos", **options
+        )
+        inside = math.exp(-0.125)
+        return found["noise"], 38 / 1.1 + 1 / (1.1 - inside) + 1 / (1.1 + inside)
+    return ritz.trace_function(op, torch.exp, num_steps=8, method=method, **options), 39 + math.exp(
+        3
+    )
+
+
+PLACES = torch.arange(3, dtype=DOUBLE)
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [torch.tensor([[1.0, 0.9], [0.9, 1.0]]), 1 / (1 + PLACES[:, None] + PLACES)],
+    ids=["covariance", "Hilbert"],
+)
+def test_exact_determinants_of_few_rows_are_within_their_roundoff(matrix):
+    exact = float(torch.logdet(matrix.double()))
+
+    for seed in range(1000, 1100):
+        found = ritz.logdet(hidden(matrix), generator=torch.Generator().manual_seed(seed))
+        gap = abs(float(found) - exact)
+        assert gap <= float(found.truncation)
+
+
+@pytest.mark.parametrize("value", [1.0, 1e-3])
+def test_bounds_of_a_multiple_of_the_identity_are_as_narrow_as_their_status_says(value):
+    for seed in range(20):
+        turn = torch.linalg.qr(torch.randn(2, 2, generator=torch.Generator().manual_seed(seed)))[0]
+        op = hidden(value * turn @ turn.T)
+
+        found = ritz.bounds(op, rtol=1e-4, generator=torch.Generator().manual_seed(seed))
+
+        assert found.status.ok
+        assert found.high - found.low < 1e-3 * value

@@ -26,7 +26,7 @@ def operator(n=300, dtype=torch.float64, noise=1e-2, lengthscale=0.6, **options)
 
 def exact(op):
     """The gradient of torch's own log determinant of the matrix, in float64."""
-    value = torch.logdet(op.matrix().double())
+    value = torch.logdet(op.double().matrix())
     found = torch.autograd.grad(value, tuple(op.parameters.values()))
     return dict(zip(op.parameters, found, strict=True))
 
@@ -92,6 +92,43 @@ def test_a_small_matrix_is_factored(dtype):
         torch.testing.assert_close(estimate.mean, truth[name].double())
         assert not estimate.stderr.any()
         assert "exact" in estimate.method
+
+
+def test_the_error_of_a_factor_is_within_its_bar_beside_the_closed_form():
+    # K = [[s + v, s k], [s k, s + v]] has the eigenvalues s (1 -+ k) + v.
+    distance, noise = 1e-4, torch.tensor(1e-10, dtype=torch.float64, requires_grad=True)
+    points = torch.tensor([[0.0], [distance]], dtype=torch.float64)
+    small = -math.expm1(-0.5 * distance**2) + 1e-10
+    truth = 1 / small + 1 / (2 - small + 2e-10)
+
+    found = logdet_gradient(KernelOperator(points, noise=noise))["noise"]
+
+    gap = abs(float(found) - truth)
+    assert 0 < gap < float(found.error())
+    assert float(found.error()) < 1e-4 * truth
+
+
+@pytest.mark.parametrize("lengthscale", [0.3, 3.0])
+def test_the_error_of_a_factor_is_within_its_bar_in_single_precision(lengthscale):
+    op = operator(dtype=torch.float32, noise=1e-6, lengthscale=lengthscale)
+    truth = exact(op)
+
+    found = logdet_gradient(op, method="cholesky")
+
+    for name, estimate in found.items():
+        gap = (estimate.mean - truth[name].double()).abs()
+        assert bool((gap < estimate.error() + 1e-7 * truth[name].abs()).all())
+        assert 0 < float(estimate.error().max()) < 1e-3 * float(truth[name].abs().max())
+
+
+def test_a_matrix_that_may_be_singular_has_a_gradient_of_unknown_error():
+    points = torch.tensor([[0.0], [1e-9]], dtype=torch.float64)
+    noise = torch.tensor(2.0**-52, dtype=torch.float64, requires_grad=True)
+
+    found = logdet_gradient(KernelOperator(points, noise=noise))["noise"]
+
+    assert found.status.outcome == "uncertain"
+    assert math.isinf(float(found.truncation))
 
 
 def test_the_preconditioner_saves_products():

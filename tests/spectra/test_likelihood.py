@@ -23,7 +23,7 @@ def problem(n=300, dtype=torch.float64, noise=0.05):
 
 
 def exact(op, y):
-    covariance = op.matrix().double()
+    covariance = op.double().matrix()
     return MultivariateNormal(torch.zeros_like(covariance[0]), covariance).log_prob(y.double())
 
 
@@ -80,6 +80,44 @@ def test_the_likelihood_of_a_small_matrix_is_exact(dtype):
     for ours, theirs in zip(gradients, torch.autograd.grad(truth, wanted), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert not float(found.stderr)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_gradient_of_a_factor_is_within_its_bars_beside_the_closed_form(dtype):
+    # K = [[1 + v, k], [k, 1 + v]]: for y = (1, -1) the form is 2 / (1 - k + v).
+    noise = torch.tensor(2.0**-20, dtype=dtype, requires_grad=True)
+    points = torch.tensor([[0.0], [2.0**-9]], dtype=dtype)
+    y = torch.tensor([1.0, -1.0], dtype=dtype, requires_grad=True)
+    small = -math.expm1(-(2.0**-19)) + 2.0**-20
+    truth = 1 / small**2 - 0.5 / small - 0.5 / (2 - small + 2.0**-19)
+
+    value = log_likelihood(KernelOperator(points, noise=noise), y)
+    value.mean.backward()
+    found = backward_gradient(value)
+
+    assert 0 < abs(float(found["noise"]) - truth) < float(found["noise"].error()) < 1e-6 * truth
+    gap = (found["y"].mean + y.detach().double() / small).abs()
+    assert bool((gap < found["y"].error()).all())
+    assert float(found["y"].error().max()) < 1e-6 / small
+
+
+def test_the_tolerance_of_the_log_determinant_is_not_claimed_for_the_likelihood():
+    # The quadratic form and the log determinant nearly cancel.
+    op = DenseOperator(torch.diag(torch.linspace(0.01, 0.02, 50, dtype=torch.float64)))
+    y = torch.full((50,), 0.1, dtype=torch.float64)
+
+    found = log_likelihood(op, y, method="auto")
+
+    assert found.status.outcome == "completed"
+
+
+def test_a_likelihood_of_a_matrix_that_may_be_singular_is_uncertain():
+    points = torch.tensor([[0.0], [1e-9]], dtype=torch.float64)
+    y = torch.ones(2, dtype=torch.float64)
+
+    found = log_likelihood(KernelOperator(points, noise=2.0**-52), y)
+
+    assert found.status.outcome == "uncertain"
 
 
 @pytest.mark.parametrize("method", ["krylov", "lanczos"])

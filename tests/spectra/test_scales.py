@@ -108,6 +108,40 @@ def test_a_power_of_two_changes_only_the_scale(name):
         )  # fmt: skip
 
 
+# Each maps an operator, 2^k and the right-hand side to an estimate that is proportional to a power
+# of 2^k, or to its logarithm.
+ESTIMATES = {
+    "diagonal": (1.0, lambda op, unit, b: ritz.spectra.diagonal(op)),
+    "diagonal, rtol": (1.0, lambda op, unit, b: ritz.diagonal(op, rtol=1e-3, max_probes=48)),
+    "trace, rtol": (1.0, lambda op, unit, b: ritz.trace(op, rtol=1e-9, max_probes=40)),
+    "frobenius_norm": (1.0, lambda op, unit, b: ritz.frobenius_norm(op)),
+    "trace_function": (0.5, lambda op, unit, b: ritz.trace_function(op, torch.sqrt, num_steps=9)),
+    "logdet, lanczos": (0, lambda op, unit, b: ritz.logdet(op, num_products=50, method="lanczos")),
+    "logdet, krylov": (0, lambda op, unit, b: ritz.logdet(op, method="krylov")),
+    "logdet, factor": (0, lambda op, unit, b: ritz.logdet(op.matmat(torch.eye(N, dtype=b.dtype)))),
+    "log_likelihood": (0, lambda op, unit, b: log_likelihood(op, b * unit**0.5)),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATES)
+def test_a_power_of_two_changes_only_the_scale_of_error_bars(name):
+    power, estimate = ESTIMATES[name]
+    plain = {}
+    for dtype, k in [(torch.float64, 0), (torch.float32, 0), *SCALES]:
+        matrix, b = matrix_and_rhs(dtype)
+        matrix = times(matrix, k)
+        op = FunctionOperator(lambda block, a=matrix: a @ block, n=N, dtype=dtype)
+
+        found = estimate(op, 2.0**k, b)
+
+        bar = (found.error() / 2.0 ** (power * k)).double()
+        expected, outcome = plain.setdefault(dtype, (bar, found.status.outcome))
+        # The roundoff of a logarithm grows with its size.
+        atol = 1e3 * N * torch.finfo(torch.float64).eps * (1 + abs(k) * (not power))
+        torch.testing.assert_close(bar, expected, rtol=2e-3, atol=atol)
+        assert found.status.outcome == outcome
+
+
 @pytest.mark.parametrize("k", [-900, -300, 300, 900])
 def test_right_hand_sides_of_any_scale_are_solved_side_by_side(k):
     matrix, b = matrix_and_rhs(torch.float64)
@@ -141,3 +175,26 @@ def test_the_largest_eigenvalue_of_a_scipy_operator_has_its_residual(scale):
     assert pairs.status.ok
     assert float(pairs.values[0]) == pytest.approx(exact, rel=1e-12)
     assert 0 < float(pairs.residuals[0]) < 1e-6 * exact
+
+
+def test_bounds_of_a_matrix_of_subnormal_entries_end():
+    matrix = times(matrix_and_rhs(torch.float64)[0], -1030)
+    op = FunctionOperator(lambda block: matrix @ block, n=N, dtype=torch.float64)
+
+    low, high = ritz.bounds(op)
+
+    assert low < 0.5 * 2.0**-1030 < 2.0**-1029 < high
+
+
+def test_a_trace_beyond_the_range_is_uncertain():
+    matrix = times(matrix_and_rhs(torch.float64)[0], 1020)
+
+    assert ritz.trace(matrix).status.outcome == "uncertain"
+
+
+def test_half_precision_has_a_log_determinant():
+    matrix = 2 * torch.eye(5, dtype=torch.float16)
+
+    found = ritz.logdet(matrix, method="krylov")
+
+    assert abs(float(found) - 5 * np.log(2)) < float(found.truncation)

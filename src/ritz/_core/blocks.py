@@ -48,6 +48,9 @@ def orthonormalize(block: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``Q`` with orthonormal columns, and upper triangular ``R``, of block = QR."""
     basis: Tensor
     factor: Tensor
+    if block.dtype in (torch.float16, torch.bfloat16):  # LAPACK has no half precision
+        basis, factor = torch.linalg.qr(block.float())
+        return basis.to(block), factor.to(block)
     if block.dtype == torch.float64 or len(block) < 2 * TALL or block.shape[1] > TALL:
         basis, factor = torch.linalg.qr(block)
         return basis, factor

@@ -31,6 +31,15 @@ class Tuning:
     # Largest quantile at which Hall's correction is evaluated. It grows with the fourth power of
     # the quantile, so that a 99.9 % interval of 8 samples would be ten times too wide.
     largest: float = 3.0
+    # Quadratic forms of random signs may take two values only. If few samples show two values,
+    # there may be a third: for a block of four ones 0, 4 and 16, which has probability 1/8, and is
+    # missing in 0.875^23 < 0.05 of the cases. So the interval allows for a value at three times the
+    # distance of the two, with weight 1/N. With 6 to 20 samples of blocks of four to eight ones,
+    # 0.870 to 0.99 of the intervals contain the exact value without this, and 0.945 to 1 with it.
+    few: int = 24
+    unseen: float = 3.0
+    # Samples that differ by less than this fraction of their range are equal but for roundoff.
+    equal: float = 1e-6
 
 
 TUNING = Tuning()
@@ -138,13 +147,14 @@ class Estimate(HasStatus):
     ) -> "Estimate":
         """Return an estimate without sampling error. A float becomes a float64 tensor."""
         mean = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        error = torch.as_tensor(truncation, dtype=mean.dtype).expand(mean.shape)
         return cls(
             mean=mean,
             stderr=torch.zeros_like(mean),
-            truncation=torch.as_tensor(truncation, dtype=mean.dtype).expand(mean.shape),
+            truncation=error,
             num_products=num_products,
             method=method,
-            status=status or Status(outcome="completed", message="no sampling"),
+            status=status or _completed(error, "no sampling"),
             seed=seed,
         )
 
@@ -161,15 +171,16 @@ class Estimate(HasStatus):
     ) -> "Estimate":
         """Return the mean of samples ``(num_samples, *s)`` with its standard error."""
         mean = samples.mean(0)
+        error = torch.as_tensor(truncation, dtype=mean.dtype).expand(mean.shape)
         return cls(
             mean=mean,
             stderr=stderr(samples),
-            truncation=torch.as_tensor(truncation, dtype=mean.dtype).expand(mean.shape),
+            truncation=error,
             degrees=len(samples) - 1,
             samples=samples,
             num_products=num_products,
             method=method,
-            status=status or Status(outcome="completed", message=f"{len(samples)} probes"),
+            status=status or _completed(error, f"{len(samples)} probes"),
             seed=seed,
         )
 
@@ -206,7 +217,8 @@ class Estimate(HasStatus):
             return self.stderr + self.truncation
         # Without degrees of freedom, use the quantile of the normal distribution.
         quantile = float(stdtrit(self.degrees or math.inf, 0.5 + level / 2))
-        return quantile * self._skewed(quantile) * self.stderr + self.truncation
+        factor = quantile * self._skewed(quantile) + self._unseen()
+        return factor * self.stderr + self.truncation
 
     def _skewed(self, quantile: float) -> Tensor:
         """Return the factor by which skewness of the samples widens an interval, shape ``s``."""
@@ -229,6 +241,18 @@ class Estimate(HasStatus):
         short = likely.square() * ((z**4 + 2 * z**2 - 3) / (18 * count))
         return torch.where(short < 1, 1 + short, 2 * short.sqrt().sqrt())
 
+    def _unseen(self) -> Tensor:
+        """Return the error by a third value, over the standard error, of samples of two values."""
+        none = torch.zeros_like(self.stderr)
+        if self.samples is None or not 2 < len(self.samples) < TUNING.few:
+            return none
+        low, high = self.samples.amin(0), self.samples.amax(0)
+        spread = stderr(self.samples)
+        near = TUNING.equal * (high - low)
+        alike = (self.samples - low <= near) | (high - self.samples <= near)
+        weight = TUNING.unseen / len(self.samples)
+        return torch.where(alike.all(0) & (spread > 0), weight * (high - low) / spread, none)
+
     def with_status(self, rtol: float | None, advice: str = "") -> "Estimate":
         """Return the estimate with its status: whether its errors are within a tolerance.
 
@@ -237,7 +261,7 @@ class Estimate(HasStatus):
                 are Euclidean norms.
             advice: What to change if the truncation is too large.
         """
-        size, error = float(self.mean.norm()), float(self.error().norm())
+        size, error = euclidean_norm(self.mean), euclidean_norm(self.error())
         if not math.isfinite(error):
             status = Status(
                 outcome="uncertain",
@@ -258,7 +282,7 @@ class Estimate(HasStatus):
         return replace(self, status=status)
 
     def _advice(self, goal: float, advice: str) -> str:
-        fixed, error = float(self.truncation.norm()), float(self.error().norm())
+        fixed, error = euclidean_norm(self.truncation), euclidean_norm(self.error())
         if advice and fixed > 0.5 * error:
             return advice
         # The sampling error falls as the square root of the number of probes.
@@ -280,6 +304,13 @@ class Estimate(HasStatus):
         if not is_below(fixed, 1e-3 * sampled) and fixed > 0:
             value += f", truncation {fixed:.2g}"
         return f"{value}  [{self.method}, {self.num_products} products; {self.status}]"
+
+
+def _completed(truncation: Tensor, message: str) -> Status:
+    """Return the status of an estimate without a tolerance, given its truncation."""
+    if bool(truncation.isfinite().all()):
+        return Status(outcome="completed", message=message)
+    return Status(outcome="uncertain", message=f"the error is unknown; {message}")
 
 
 def stderr(samples: Tensor) -> Tensor:
@@ -309,6 +340,12 @@ def power_of_two(tensor: Tensor) -> float:
     """Return the largest power of two up to the largest magnitude of an entry; 1 for zeros."""
     largest = float(tensor.abs().max())
     return math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest > 0 else 1.0
+
+
+def euclidean_norm(tensor: Tensor) -> float:
+    """Return the norm of all entries, whose squares may leave the range of the dtype."""
+    unit = power_of_two(tensor)
+    return unit * float((tensor / unit).norm())
 
 
 def plain_estimate(estimate: Estimate) -> str:

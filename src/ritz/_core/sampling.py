@@ -10,7 +10,7 @@ from torch import Tensor
 from ritz._core.checks import check_count, check_range, is_below, plain_fields
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, Probed, draw_probes
-from ritz._core.results import Estimate
+from ritz._core.results import Estimate, euclidean_norm
 
 # Error of a sum of products, in units of machine precision. In the table of docs/intervals.md the
 # errors of exact values are at most 2, except for the star graph, whose long row of ones gives 6.
@@ -186,11 +186,11 @@ def doubling(first: int, limit: int) -> list[int]:
 
 def is_settled(estimate: Estimate, rtol: float | None) -> bool:
     """Return whether to stop, because the tolerance is reached or cannot be reached."""
-    goal = (rtol or 0.0) * float(estimate.mean.norm())
+    goal = (rtol or 0.0) * euclidean_norm(estimate.mean)
     known = bool(estimate.truncation.isfinite().all())
     # With fewer samples the truncation may be infinite because the samples agree by chance.
     enough = estimate.degrees + 1 >= (FEWEST if known else ALIKE)
-    hopeless = enough and not is_below(float(estimate.truncation.norm()), goal)
+    hopeless = enough and not is_below(euclidean_norm(estimate.truncation), goal)
     return estimate.status.ok or hopeless
 
 

@@ -11,16 +11,13 @@ from torch.nn import functional
 
 from ritz._core.batches import split_labels, tensors
 from ritz._core.checks import is_below
-from ritz._core.cross_entropy import (
-    is_large,
-)
+from ritz._core.cross_entropy import chunked_entropy, is_large
 from ritz.curvature._losses import (
     FORWARD,
     LossFunction,
-    _takes_log_probabilities,
+    accurate_loss,
     check_one_tensor,
     known_loss,
-    mean_entropy,
 )
 
 # ------------------------------------------------------------------------------------------
@@ -101,7 +98,10 @@ def _form_of_loss(outputs: Any, labels: Any) -> OwnLoss | None:
     for shift in (True, False) if tokens else (False,):
         own = OwnLoss(tokens=tokens, shift=shift)
         if logits.shape[-1] > 1 and own.num_terms(labels):
-            value = mean_entropy(own.outputs(logits).float(), own.target(labels))
+            pair = own.outputs(logits).float(), own.target(labels)
+            # As in torch: `mean_entropy` has more digits than the loss of the model.
+            large = is_large(*pair)
+            value = chunked_entropy(*pair, -100, 0.0) if large else functional.cross_entropy(*pair)
             # Many models compute their loss in float32 even if their weights have another dtype.
             if is_below(abs(float(value) - float(loss)), 1e-5 * abs(float(loss))):
                 return own
@@ -145,10 +145,6 @@ class Adapter(nn.Module):
         self.loss_fn = SimpleNamespace(call=loss_fn)
         known = known_loss(loss_fn)
         self.elementwise = known is not None and known.kind != "cross_entropy"
-        self.squared = known is not None and known.kind == "squared_error"
-        # Cross-entropy of large outputs is computed in chunks, without copies of the outputs.
-        scores = known is not None and known.kind == "cross_entropy"
-        self.entropy = known if scores and not _takes_log_probabilities(loss_fn) else None
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """Return ``(outputs, target)`` of a batch, or ``(loss, None)`` without ``loss_fn``."""
@@ -198,17 +194,14 @@ class Adapter(nn.Module):
         """Return the mean loss of a batch."""
         if self.loss_fn.call is None:
             return outputs  # the loss itself
-        if self.entropy is not None and isinstance(outputs, Tensor) and is_large(outputs, target):
-            return mean_entropy(outputs, target, self.entropy)
         if self.elementwise:
             check_one_tensor(outputs)
             if outputs.shape != target.shape:
                 shapes = f"{tuple(outputs.shape)}, got {tuple(target.shape)}"
                 raise ValueError(f"target must be of the shape of the outputs, {shapes}")
-        if not self.squared:
-            return self.loss_fn.call(outputs, target)
-        # Not mse_loss: its backward pass has no forward-mode derivative in torch.
-        return (outputs - target).square().mean()
+        plain = not (isinstance(outputs, Tensor) and isinstance(target, Tensor))
+        loss: Any = self.loss_fn.call if plain else accurate_loss(self.loss_fn.call)
+        return loss(outputs, target)
 
 
 def inputs_error(index: int, batch: Any, dtype: torch.dtype, error: Exception) -> str:

@@ -12,9 +12,12 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional
 
 from ritz._core.checks import check_range
+from ritz._core.cross_entropy import TUNING as ENTROPY
 from ritz._core.cross_entropy import (
+    accurate_entropy,
     chunked_entropy,
     chunked_hessian,
+    entropy_terms,
     is_large,
     output_parts,
     places_of,
@@ -58,6 +61,19 @@ class KnownLoss:
     kind: Kind
     ignore_index: int = -100
     smoothing: float = 0.0
+
+    def mean(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of a batch, whose derivatives keep their digits near a minimum."""
+        if self.kind == "squared_error":
+            # Not mse_loss: its backward pass has no forward-mode derivative in torch.
+            return (outputs - target).square().mean()
+        if self.kind == "binary_cross_entropy":
+            # -y log sigmoid(f) - (1 - y) log sigmoid(-f). In that of torch, sigmoid(f) - y cancels.
+            terms = (
+                functional.softplus(sign * outputs, threshold=ENTROPY.threshold) for sign in (-1, 1)
+            )
+            return (target * next(terms) + (1 - target) * next(terms)).mean()
+        return mean_entropy(outputs, target, self)
 
     def hessian(self, outputs: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
         """Return the Hessian in the outputs times ``tangent``, of the same shape."""
@@ -187,6 +203,12 @@ def known_loss(loss_fn: Any) -> KnownLoss | None:
     return KnownLoss(kind=kind, ignore_index=ignored, smoothing=smoothing)
 
 
+def accurate_loss(loss_fn: Any) -> Any:
+    """Return the loss, in a form whose derivatives keep their digits if one is known."""
+    known = known_loss(loss_fn)
+    return loss_fn if known is None or _takes_log_probabilities(loss_fn) else known.mean
+
+
 def as_likelihood(loss_fn: Any) -> KnownLoss:
     """Return the closed forms of a loss, or raise if it is not a negative log likelihood."""
     known = known_loss(loss_fn)
@@ -243,11 +265,13 @@ def check_log_probabilities(loss_fn: Any, outputs: Any) -> None:
             )
 
 
-def mean_entropy(outputs: Tensor, target: Tensor, loss: KnownLoss | None = None) -> Tensor:
-    """Return the mean cross-entropy, computed in chunks if the outputs are large."""
-    loss = loss or KnownLoss(kind="cross_entropy")
+def mean_entropy(outputs: Tensor, target: Tensor, loss: KnownLoss) -> Tensor:
+    """Return the mean cross-entropy, in chunks if the outputs are large, without cancellation."""
     if is_large(outputs, target):
         return chunked_entropy(outputs, target, loss.ignore_index, loss.smoothing)
+    labels = outputs.ndim > 1 and not target.is_floating_point()
+    if labels and not loss.smoothing and outputs.shape[:1] + outputs.shape[2:] == target.shape:
+        return accurate_entropy(outputs, target, loss.ignore_index)
     options: Any = {"ignore_index": loss.ignore_index, "label_smoothing": loss.smoothing}
     return functional.cross_entropy(outputs, target, **options)
 
@@ -281,16 +305,20 @@ def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
     known = known_loss(loss_fn)
     if known is None or known.kind != "cross_entropy" or target.is_floating_point():
         return losses_alone(loss_fn, outputs, target)
-    entropy = partial(functional.cross_entropy, label_smoothing=known.smoothing)
-    call = functional.nll_loss if _takes_log_probabilities(loss_fn) else entropy
-    terms = call(outputs, target, reduction="none", ignore_index=known.ignore_index)
+    if known.smoothing or _takes_log_probabilities(loss_fn):
+        entropy = partial(functional.cross_entropy, label_smoothing=known.smoothing)
+        call = functional.nll_loss if _takes_log_probabilities(loss_fn) else entropy
+        terms = call(outputs, target, reduction="none", ignore_index=known.ignore_index)
+    else:
+        terms = entropy_terms(outputs, target, known.ignore_index)
     shares = terms * known.weights(target, outputs)
     return shares.reshape(len(outputs), -1).sum(1) * len(outputs)
 
 
 def losses_alone(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
     """Return the loss of each sample, ``(batch,)``, called on batches of one sample."""
-    losses: Tensor = vmap(lambda output, label: loss_fn(output.unsqueeze(0), label.unsqueeze(0)))(
+    call = accurate_loss(loss_fn)
+    losses: Tensor = vmap(lambda output, label: call(output.unsqueeze(0), label.unsqueeze(0)))(
         outputs, target
     )
     return losses

@@ -178,7 +178,7 @@ class Products:
             # With large outputs, one column keeps the device busy and needs several copies of them.
             alone = (
                 convolves and not risk.theta.is_cuda
-            ) or risk.num_outputs > cross_entropy.TUNING.large
+            ) or risk.num_outputs > cross_entropy.TUNING.alone
             block_size = 1 if alone else TUNING.block_size
         self.block_size = block_size
         self._ways, self._compile = ways, compile

@@ -21,6 +21,7 @@ from ritz.curvature._kfac_factors import (
 )
 from ritz.curvature._losses import (
     KnownLoss,
+    accurate_loss,
     as_likelihood,
     check_labels,
     check_reduction,
@@ -39,4 +40,4 @@ from ritz.curvature._noise_step import StepNoise, step_generator
 from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._risk import check_risk, require_outputs
 from ritz.curvature._sample_gradients import sample_gradient_parts
-from ritz.curvature._statistics import Summary, layer_table
+from ritz.curvature._statistics import Summary, gradient_roundoff, layer_table

@@ -14,7 +14,7 @@ from ritz._core.density import as_points
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
-from ritz._core.sampling import ROUNDOFF
+from ritz._core.sampling import ROUNDOFF, doubt_equal_samples
 from ritz.graphs._io import GraphLike, as_graph
 from ritz.graphs._jackknife import jackknife, leave_out
 from ritz.graphs._matrices import check_place, eigenvalues, laplacian, with_edges
@@ -351,13 +351,11 @@ def heat_trace(
         "truncation": truncation,
         "num_products": graph.num_products,
         "method": f"{degree} Chebyshev moments",
-        "status": graph.status,
         "seed": graph.seed,
     }
-    # Exact moments have one sample and no error.
-    return (
-        Estimate.of(samples, **about) if len(samples) > 1 else Estimate.exact(samples[0], **about)
-    )
+    if len(samples) == 1:  # exact moments have one sample and no error
+        return Estimate.exact(samples[0], status=graph.status, **about)
+    return doubt_equal_samples(Estimate.of(samples, **about)).with_status(None)
 
 
 def default_times() -> Tensor:

@@ -31,6 +31,24 @@ from ritz.spectra._shared import chebyshev
 Measure = Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"]
 
 
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of the error by the tolerance of the moments.
+
+    Set on 60 pairs of random graphs of five kinds with 100 to 800 vertices, 20 to 100 moments and 8
+    to 128 probes, beside the distances of exact moments.
+    """
+
+    # The error of a distance that has a limit, over its change when the tolerance is doubled: at
+    # most 1.7 for Jensen-Shannon, apart from a pair whose error is a tenth of its sampling error.
+    limit: float = 2.0
+    # The same for each halving of the tolerance of the divergence.
+    halving: float = 4.0
+
+
+TUNING = Tuning()
+
+
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Similarity:
@@ -42,6 +60,9 @@ class Similarity:
         matrix: Distances, symmetric ``(N, N)``, zero on the diagonal.
         stderr: Monte-Carlo errors ``(N, N)`` from the jackknife over probes: the root of the
             variance plus the squared bias. The bias dominates for similar spectra.
+        truncation: Estimate ``(N, N)`` of how much the tolerance of the moments changes the
+            distances: of their difference to those of exact moments, whose tolerance is
+            :math:`1/n`. Infinite if it is unknown.
         densities: The entropic spectra, whose moments are all matched to within the same errors.
         num_products: Number of matrix-vector products for all moments.
         seed: Seed of the generator.
@@ -51,14 +72,16 @@ class Similarity:
     measure: str
     matrix: Tensor
     stderr: Tensor
+    truncation: Tensor
     densities: tuple[EntropicDensity, ...] = field(repr=False)
     num_products: int
     seed: int
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.names)
-        error = float(self.stderr.max())
+        error, fixed = float(self.stderr.max()), float(self.truncation.max())
         sampled = f"; largest standard error {error:.2g}" if error else ""
+        sampled += f", truncation {fixed:.2g}" if fixed else ""
         title = _TITLES[self.measure]
         lines = [f"{title} between the spectra of {len(self.names)} graphs{sampled}"]
         for name, row in zip(self.names, self.matrix.tolist(), strict=True):
@@ -85,11 +108,13 @@ def similarity(
     This is the default distance between entropic spectra :math:`p` and :math:`q`. All densities use
     the same number of moments and the same tolerance, because a spectrum with a smaller tolerance
     would be sharper, which would add to the distance. The tolerance is the largest that any of the
-    graphs needs, and at least :math:`1/n`, the mass of one eigenvalue. Sampling noise makes
-    distances too large: with different probes, a graph has a positive distance from itself. This
-    bias is included in ``stderr``. It is not subtracted.
+    graphs needs, and at least :math:`1/n`, the mass of one eigenvalue. The divergence :math:`D`
+    grows without limit as the tolerance falls, if one spectrum has gaps where the other has
+    eigenvalues. So it depends on the number of probes, and ``truncation`` says how much. Sampling
+    noise makes distances too large: with different probes, a graph has a positive distance from
+    itself. This bias is included in ``stderr``. It is not subtracted.
 
-    Cost: the moments of every graph, and eleven densities per graph for the jackknife, a few
+    Cost: the moments of every graph, and twelve densities per graph for the errors, a few
     hundredths of a second each.
 
     Args:
@@ -140,13 +165,15 @@ def similarity(
         raise ValueError(
             f"graphs must all have the same number of moments, got {counts[0]} and {counts[-1]}"
         )
-    densities, errors = _common_densities(spectra, floors)
+    densities, errors, least = _common_densities(spectra, floors)
     matrix, error = _distances(spectra, densities, errors, measure)
+    truncation = _tolerance_error(spectra, matrix, errors, least, measure)
     return Similarity(
         names=tuple(named),
         measure=measure,
         matrix=matrix,
         stderr=error,
+        truncation=truncation,
         densities=densities,
         num_products=sum(one.num_products for one in spectra),
         seed=generator.initial_seed(),
@@ -169,15 +196,20 @@ def _by_name(graphs: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
 
 def _common_densities(
     spectra: Sequence[Moments], floors: Sequence[float]
-) -> tuple[tuple[EntropicDensity, ...], Tensor]:
-    """Return densities matched to within the same errors, and these errors ``(m + 1,)``."""
+) -> tuple[tuple[EntropicDensity, ...], Tensor, float]:
+    """Return densities matched to within the same errors, and these errors ``(m + 1,)``.
+
+    The last value is the error within which exact moments would be matched; zero if unknown.
+    """
     means = torch.stack([one.mean for one in spectra])
     errors = torch.stack(
         [one.stderr.clamp_min(floor) for one, floor in zip(spectra, floors, strict=True)]
     )
     alone = maxent(means, interval=INTERVAL, stderr=errors)
     common = torch.stack([matched_within(one) for one in alone]).amax(0)
-    return maxent(means, interval=INTERVAL, stderr=common.expand_as(means)), common
+    # No smooth density has the moments of equal eigenvalues, even if they are exact.
+    least = max(max(floors), *(one.relaxation**0.5 for one in alone))
+    return maxent(means, interval=INTERVAL, stderr=common.expand_as(means)), common, least
 
 
 def _distances(
@@ -202,6 +234,24 @@ def _distances(
     # The probes of different graphs are independent, so their variances add, as do their biases.
     variance = variance + variance.T + (offset + offset.T).square()
     return matrix, variance.fill_diagonal_(0.0).sqrt()
+
+
+def _tolerance_error(
+    spectra: Sequence[Moments], matrix: Tensor, errors: Tensor, least: float, measure: Measure
+) -> Tensor:
+    """Return the estimated change of the distances if the tolerance falls to ``least``."""
+    if all(len(one.samples) < 2 for one in spectra):  # the tolerance is not due to sampling
+        return torch.zeros_like(matrix)
+    features, distance = _MEASURES[measure]
+    means = torch.stack([one.mean for one in spectra])
+    loose = maxent(means, interval=INTERVAL, stderr=2 * errors.expand_as(means))
+    whole = features(means, loose)
+    change = (distance(whole, whole) - matrix).abs().fill_diagonal_(0.0)
+    # Half the tolerance changes a distance that has a limit by less each time, and a divergence by
+    # as much or more.
+    halvings = max(0.0, math.log2(float(errors.max()) / least)) if least else math.inf
+    factor = TUNING.halving * halvings if measure == "symmetric_kl" else TUNING.limit
+    return torch.where(change > 0, factor * min(1.0, halvings) * change, 0.0)
 
 
 # ------------------------------------------------------------------------------------------

@@ -19,13 +19,14 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
-from ritz.curvature._shared import CurvatureMatrix, check_risk
+from ritz.curvature._shared import CurvatureMatrix, check_risk, gradient_roundoff
 from ritz.measures._bulk_edge import check_pairs, vector_errors
 from ritz.measures._groups import TUNING as GROUPS
 from ritz.measures._groups import (
     choose_group_size,
     contrast_roundoff,
     group_error_factor,
+    group_roundoff,
     random_groups,
 )
 from ritz.measures._landscape import check_direction
@@ -180,7 +181,13 @@ def noise_of(
     )
     # The variance of a quadratic form of normal deviations is 2 |A|_F^2 <= 2 (tr A)^2.
     bound = abs(float(noise)) * math.sqrt(2 / max(1, groups.num_batches - 1)) * unseen
-    noise = replace(noise, stderr=noise.stderr.hypot(torch.tensor(bound, dtype=torch.float64)))
+    # D'HD is quadratic in the deviations, whose relative error is half that of their variance.
+    off = variance.truncation / variance.mean.clamp_min(torch.finfo(torch.float64).tiny)
+    noise = replace(
+        noise,
+        stderr=noise.stderr.hypot(torch.tensor(bound, dtype=torch.float64)),
+        truncation=noise.truncation + off * noise.mean.abs(),
+    )
     return GradientNoise(
         variance=variance,
         gradient_square=square,
@@ -203,6 +210,7 @@ class _Deviations:
         mean: Their mean gradient ``(P,)``, float64.
         dtype: Data type of the gradients.
         contrasts: Terms ``(M - 1,)`` whose sum is the sum of the squared deviations.
+        unit: Relative error of the gradients, by roundoff.
         num_passes: Passes over the data so far. Each costs one gradient of all data.
     """
 
@@ -224,6 +232,9 @@ class _Deviations:
             self.mean.add_(step, alpha=1 / j)
         # The sum of (j - 1)/j |y_j - mean_{j-1}|^2 is the sum of |y_j - mean|^2.
         self.contrasts = torch.tensor(gaps[1:], dtype=torch.float64)
+        # sum_j |y_j|^2 = sum_j |y_j - mean|^2 + M |mean|^2
+        square = float(self.contrasts.sum()) / self.count + float(self.mean.square().sum())
+        self.unit = group_roundoff(groups, math.sqrt(square))
         if self._rows is not None:
             self._rows -= self.mean.to(theta)
 
@@ -273,7 +284,7 @@ def _square(gradient: Tensor, deviations: _Deviations) -> Estimate:
     size = float(gradient.double().norm())
     # The gradients of groups cancel near a minimum; roundoff is relative to their norms.
     spread = float(deviations.contrasts.sum()) / deviations.count
-    off = GROUPS.roundoff * torch.finfo(gradient.dtype).eps * math.sqrt(size**2 + spread)
+    off = deviations.unit * math.sqrt(size**2 + spread)
     return Estimate.exact(size**2, method="|g|^2", truncation=2 * size * off + off**2)
 
 
@@ -307,7 +318,7 @@ def _variance(
     gaps = deviations.contrasts
     samples = gaps * (scale * (deviations.count - 1))
     square = torch.tensor(float(deviations.mean.square().sum()), dtype=torch.float64)
-    roundoff = contrast_roundoff(gaps, square, deviations.dtype) * (scale * len(gaps))
+    roundoff = contrast_roundoff(gaps, square, deviations.unit) * (scale * len(gaps))
     estimate = Estimate.of(
         samples,
         method=f"variance of the gradients of {method}",
@@ -354,7 +365,8 @@ class GradientOverlap:
     Attributes:
         values: Eigenvalues :math:`\lambda_i`, the largest first, ``(k,)``.
         overlaps: :math:`(\varphi_i^\top \hat g)^2` with the unit gradient :math:`\hat g`, ``(k,)``.
-            The truncation comes from the residuals of the eigenvectors.
+            The truncation comes from the residuals of the eigenvectors and from roundoff in the
+            gradient, which is measured beside float64.
         share: Sum of the overlaps: the fraction of :math:`\|g\|^2` in the leading subspace.
         curvature: Curvature along the gradient, :math:`\hat g^\top H \hat g`.
         explained: Part of this curvature in the subspace,
@@ -428,15 +440,21 @@ def gradient_overlap(
     values, errors = pairs.values[order], vector_errors(pairs)[order]
     cosines = inner_products(vectors, unit).cpu()[order]
     overlaps = cosines.square()
-    # If an eigenvector is off by an angle of sine s, a cosine c changes by at most s. Overlaps are
-    # between 0 and 1, so no error exceeds 1.
+    # If an eigenvector is off by an angle of sine s, a cosine c changes by at most s. So it does if
+    # the gradient is off, by roundoff near a minimum. Overlaps are between 0 and 1, so no error
+    # exceeds 1.
+    off = GROUPS.margin * gradient_roundoff(risk)[0] / norm if gradient is None and norm else 0.0
+    errors = errors + off
     slack = (2 * cosines.abs() * errors + errors.square()).clamp(max=1.0)
     # The curvature along the gradient is g'Hg / |g|^2. Its part in the span of the eigenvectors is
     # sum_i lambda_i (phi_i'g)^2 / |g|^2.
     column = unit[:, None]
     image = curvature_operator(risk, matrix).matmat(column)
     curvature = float(column_dots(column, image))
-    roundoff = GROUPS.roundoff * torch.finfo(unit.dtype).eps * float(image.double().norm())
+    # As in _rayleigh(), with a gradient of norm one.
+    tilt = float((image[:, 0].double() - curvature * unit.double()).norm())
+    relative = off**2 + GROUPS.roundoff * torch.finfo(unit.dtype).eps
+    roundoff = 2 * off * tilt + relative * float(image.double().norm())
 
     def exact(value: float | Tensor, truncation: float | Tensor, products: int = 0) -> Estimate:
         return Estimate.exact(

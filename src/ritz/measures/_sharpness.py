@@ -16,13 +16,12 @@ from ritz._core.journal import Journal, Parts
 from ritz._core.progress import Progress, Stages, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, plain_estimate
-from ritz._core.sampling import ROUNDOFF
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary, check_risk
 from ritz.measures._bulk_edge import vector_errors
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
-from ritz.measures._groups import random_vectors
+from ritz.measures._groups import group_roundoff, random_vectors
 from ritz.operators import exact
 from ritz.spectra import Spectrum, lanczos_block
 from ritz.spectra._shared import least_frobenius_norm, negative_values
@@ -35,6 +34,7 @@ _FUNCTIONS: tuple[Function, ...] = (
     lambda run: run.values.square(),
     lambda run: negative_values(run)[0].double(),
     lambda run: negative_values(run)[1].double(),
+    lambda run: run.values.abs(),
 )
 
 
@@ -46,7 +46,8 @@ class SharpnessRow:
     Attributes:
         matrix: ``hessian`` or ``ggn``.
         batch_norm: Mode of batch norm; ``None`` for a model without batch norm.
-        spectral_norm: Largest :math:`|\theta_k|` of all probes. The truncation is its residual.
+        spectral_norm: Largest :math:`|\theta_k|` of all probes. The truncation is its residual and
+            the roundoff of products.
         largest: The largest Ritz value.
         smallest: The smallest Ritz value.
         trace: :math:`\operatorname{tr} H`.
@@ -317,21 +318,27 @@ def _row(
         runs += parts.get(f"{name}-{index}", call)
     # Save the row as a part as well, because an exact trace may cost as much as a run.
     labels = {"matrix": matrix, "batch_norm": mode}
-    return parts.get(name, lambda state: _measure(op, runs, seed, **labels))
+    return parts.get(
+        name, lambda state: _measure(op, runs, seed, group_roundoff(op.risk), **labels)
+    )
 
 
-def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: Any) -> SharpnessRow:
+def _measure(
+    op: CurvatureOperator, runs: list[Spectrum], seed: int, unit: float, **labels: Any
+) -> SharpnessRow:
     size, num_products = op.shape[0], sum(run.num_products for run in runs)
     samples, num_split = traces(runs, _FUNCTIONS)
     method = "Lanczos quadrature" + (f", {num_split} simple eigenvalues" if num_split else "")
+    # Roundoff in the products moves eigenvalues by the fraction `unit` of their size.
+    moved = unit * torch.stack([samples[4], 2 * samples[1]]).mean(1)
     first, second, negative, possible = (
-        Estimate.of(row, method=method, num_products=num_products, seed=seed) for row in samples
+        Estimate.of(row, method=method, num_products=num_products, truncation=error, seed=seed)
+        for row, error in zip(samples[:4], [*moved, 0.0, 0.0], strict=True)
     )
     known, note = exact(op, "trace")
     whole = first
     if known is not None:
-        roundoff = ROUNDOFF * torch.finfo(op.dtype).eps * abs(known)
-        whole = Estimate.exact(known, method=f"exact, by {note}", truncation=roundoff)
+        whole = Estimate.exact(known, method=f"exact, by {note}", truncation=moved[0])
     # |H| is the largest |theta|, up to its residual |H u - theta u|.
     values, residuals = (
         torch.cat([getattr(run, k) for run in runs]) for k in ("values", "residuals")
@@ -341,7 +348,7 @@ def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: A
         values[place].abs(),
         method="Lanczos",
         num_products=num_products,
-        truncation=residuals[place],
+        truncation=residuals[place] + unit * values[place].abs(),
         status=first.status,
         seed=seed,
     )

@@ -32,6 +32,12 @@ class FunctionOperator(LinearOperator):
     Symmetry is not checked when the operator is created. :func:`ritz.operators.check_symmetric`
     checks it with two products, and every Lanczos run checks it without additional products.
 
+    The function must be the same in every call. The same checks notice a matrix that changes
+    within a run, but not if it changes by a multiple of the identity. Only
+    :func:`ritz.eigenpairs`, :func:`ritz.solve`, :func:`ritz.spectra.moments`, runs that resume and
+    :func:`ritz.testing.check_operator` compare two products of one vector. The other functions do
+    not, because it would take an additional product in each run.
+
     Args:
         function: Takes a block ``(n, k)`` and returns the product ``(n, k)``. With
             ``columnwise`` it takes and returns a vector ``(n,)``.

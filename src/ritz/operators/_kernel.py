@@ -77,7 +77,10 @@ class KernelOperator(LinearOperator):
             for name, value in self._arguments.items()
             if isinstance(value, Tensor) and value.requires_grad
         }
-        self._scaled = self.points / self.lengthscale
+        # Quotients far from zero would round by more than the distances of close points. The
+        # difference to a point nearby is exact.
+        self._center = self.points.median(0).values
+        self._scaled = (self.points - self._center) / self.lengthscale
         self._detail = f"{kernel}, {points.shape[1]} dimensions, noise {self.noise:g}"
 
     def _matmat(self, block: Tensor) -> Tensor:
@@ -137,13 +140,18 @@ class KernelOperator(LinearOperator):
             torch.as_tensor(self._arguments[name], dtype=self.dtype, device=self.device)
             for name in ("lengthscale", "outputscale")
         )
-        distances = _distances(self.points / scale, points.to(self.points) / scale)
+        x, other = (part - self._center for part in (self.points, points.to(self.points)))
+        distances = _distances(x / scale, other / scale)
         return outputscale * radial(self.kernel, distances)
 
     def matrix(self) -> Tensor:
         """Return the matrix itself, ``(n, n)``, differentiable by autograd."""
         noise = torch.as_tensor(self._arguments["noise"], dtype=self.dtype, device=self.device)
         return self.cross(self.points) + torch.diag(noise.expand(self.shape[0]))
+
+    def double(self) -> "KernelOperator":
+        """Return the same operator in float64, with the same parameters."""
+        return KernelOperator(self.points.double(), kernel=self.kernel, **self._arguments)
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield rows, columns and distances of the tiles on and above the diagonal."""

@@ -12,7 +12,7 @@ from ritz._core.blocks import column_dots
 from ritz._core.checks import check_choice, check_finite, check_tensor
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
-from ritz._core.results import Estimate
+from ritz._core.results import Estimate, Status, euclidean_norm, power_of_two
 from ritz._core.sampling import ROUNDOFF
 from ritz.operators import KernelOperator, LinearOperator, OperatorLike, as_operator
 from ritz.spectra._cg import solve
@@ -20,11 +20,19 @@ from ritz.spectra._functions import logdet
 from ritz.spectra._logdet_gradient import (
     LowRankPreconditioner,
     differentiable,
-    exact_gradient,
+    exact_by_factor,
+    factor_gradient,
     fits,
     logdet_gradient,
+    root_mean_square,
+    slope_sizes,
 )
-from ritz.spectra._positive_definite import cholesky_factor, factor_roundoff
+from ritz.spectra._positive_definite import (
+    cholesky_factor,
+    factor_roundoff,
+    largest_entry,
+    roundoff_probes,
+)
 
 LikelihoodMethod = Literal["auto", "cholesky", "krylov", "lanczos"]
 
@@ -111,9 +119,10 @@ def log_likelihood(
         samples=None if volume.samples is None else _log_density(form.mean, volume.samples, len(y)),
         num_products=form.num_products + volume.num_products,
         method=f"{volume.method}; {form.method}",
-        status=volume.status if form.status.ok else form.status,
+        status=_joint_status(form, volume),
         seed=volume.seed,
     )
+    estimate = estimate.with_status(None, "use more products or probes")
     state = source.clone_state()
 
     def gradient() -> dict[str, Estimate]:
@@ -137,22 +146,60 @@ def log_likelihood(
 
 
 def _by_factor(op: KernelOperator, y: Tensor, parameters: dict[str, Tensor]) -> Estimate:
-    def value(factor: Tensor) -> Tensor:
-        # K = L L':  y'K^{-1}y = |L^{-1} y|^2 and log det K = 2 sum_i log L_ii
-        white = torch.linalg.solve_triangular(factor, y.double()[:, None], upper=False)
-        return _log_density(white.square().sum(), 2 * factor.diagonal().log().sum(), len(y))
+    op, right = op.double(), y.detach().double()[:, None]
+    factor = cholesky_factor(op.matrix().detach())
 
-    with torch.no_grad():
-        factor = cholesky_factor(op.matrix().double())
-        mean, solved = value(factor).cpu(), torch.cholesky_solve(y.double()[:, None], factor)
-        # d(y'K^{-1}y) = -x'dK x with x = K^{-1} y, and |dK| of the order of eps K_11.
-        form = (
-            torch.finfo(op.dtype).eps * (op.outputscale + op.noise) * float(solved.square().sum())
-        )
-        error = factor_roundoff(op, lambda block: torch.cholesky_solve(block, factor))
-    method = f"exact, by the factor of a matrix of order {op.shape[0]:,}"
-    estimate = Estimate.exact(mean, method=method, truncation=(form + error) / 2)
-    return differentiable(estimate, parameters, lambda: exact_gradient(op, value, parameters))
+    def solve(block: Tensor) -> Tensor:
+        return torch.cholesky_solve(block, factor)
+
+    # K = L L':  y'K^{-1}y = |L^{-1} y|^2 and log det K = 2 sum_i log L_ii
+    white = torch.linalg.solve_triangular(factor, right, upper=False)
+    x = torch.linalg.solve_triangular(factor.mT, white, upper=True)
+    mean = _log_density(white.square().sum(), 2 * factor.diagonal().log().sum(), len(y))
+    # d(y'K^{-1}y) = -x'dK x with x = K^{-1} y, and |dK| of the order of eps K_11.
+    size = (largest_entry(op) ** 0.5 * x).square().sum().cpu()
+    error = ROUNDOFF * torch.finfo(op.dtype).eps * size + factor_roundoff(op, solve)
+    estimate = exact_by_factor(op, mean, truncation=error / 2)
+
+    def gradient() -> dict[str, Estimate]:
+        gradients = _form_gradient_by_factor(op, solve, x)
+        for name, part in (factor_gradient(op, factor) if op.parameters else {}).items():
+            form = gradients[name]
+            mean, truncation = form.mean + part.mean, form.truncation + part.truncation
+            gradients[name] = replace(part, mean=mean, truncation=truncation)
+        # d log p = -1/2 (d form + d log det K)
+        return {name: gradients[name].scaled(-0.5) for name in parameters}
+
+    return differentiable(estimate, parameters, gradient)
+
+
+def _form_gradient_by_factor(
+    op: KernelOperator, solve: Callable[[Tensor], Tensor], x: Tensor
+) -> dict[str, Estimate]:
+    """Return the gradient of the form, with the roundoff of a factor, for the columns ``x``."""
+    # K + E moves x by K^{-1} E x: for E = z z' by v = K^{-1} z (z'x), and x'(dK)x by 2 x'(dK)v,
+    # which is half the difference of the forms of x + v and x - v.
+    probes, scaled, unit = roundoff_probes(op, solve)
+    along = probes.mT @ x
+    moved = scaled * along[:, 0]
+    gradient = {}
+    if op.parameters:
+        sizes, square = slope_sizes(op), along.square().mean().cpu()
+        slopes, plus, minus = (op.slopes(block) for block in (x, x + moved, x - moved))
+        for name, slope in slopes.items():
+            shift = root_mean_square((plus[name] - minus[name]) / 2) + sizes[name] * square
+            gradient[name] = exact_by_factor(op, -slope[0], truncation=unit * shift)
+    error = 2 * unit * root_mean_square(moved.mT)
+    gradient["y"] = exact_by_factor(op, 2 * x[:, 0], truncation=error)
+    return gradient
+
+
+def _joint_status(form: Estimate, volume: Estimate) -> Status:
+    """Return the status of the term that failed. A tolerance of the terms is not one of the sum."""
+    for term in (form, volume):
+        if not term.status.ok:
+            return term.status
+    return Status(outcome="completed", message="log determinant and quadratic form completed")
 
 
 def _log_density(form: Tensor, volume: Tensor, n: int) -> Tensor:
@@ -191,10 +238,11 @@ def inverse_form(
         progress=progress,
     )
     x, right = solution.x[:, None], y[:, None]
-    products = op.matmat(torch.cat([x, right], 1))
+    unit = right / power_of_two(right)  # A y may leave the range
+    products = op.matmat(torch.cat([x, unit], 1))
     residual = right - products[:, :1]
     # Roundoff in A moves x'Ax by eps |A| |x|^2; |A y| / |y| stands for |A|.
-    scale = float(products[:, 1].norm() / right.norm().clamp_min(torch.finfo(y.dtype).tiny))
+    scale = euclidean_norm(products[:, 1]) / max(1.0, euclidean_norm(unit))
     roundoff = ROUNDOFF * torch.finfo(op.dtype).eps * scale * float(column_dots(x, x))
     if noise:
         error = float(column_dots(residual, residual)) / noise

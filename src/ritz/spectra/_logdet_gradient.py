@@ -11,11 +11,17 @@ from torch.autograd.function import once_differentiable
 from ritz._core.checks import check_choice, check_count, check_range, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import draw_probes, resolve_generator
-from ritz._core.results import Estimate, Status
+from ritz._core.results import Estimate, Status, power_of_two
+from ritz._core.sampling import ROUNDOFF, doubt_equal_samples
 from ritz.operators import FunctionOperator, KernelOperator, LinearOperator
 from ritz.spectra._lanczos import TUNING as LANCZOS
 from ritz.spectra._lanczos import Recurrence, step
-from ritz.spectra._positive_definite import cholesky_factor, not_positive
+from ritz.spectra._positive_definite import (
+    cholesky_factor,
+    largest_entry,
+    not_positive,
+    roundoff_probes,
+)
 
 GradientMethod = Literal["auto", "cholesky", "lanczos"]
 
@@ -227,8 +233,8 @@ def logdet_gradient(
     with random signs :math:`z`. The usual estimator :math:`z^\top K^{-1} (\partial K) z` has the
     same mean and a larger error: 70 times larger at a condition number of 4e10. Lanczos runs with a
     low-rank preconditioner apply :math:`K^{-1/2}`. The preconditioner changes the number of steps,
-    but not the distribution of :math:`u`. ``cholesky`` forms and factors the matrix, which is
-    exact; ``auto`` does so up to 2048 rows.
+    but not the distribution of :math:`u`. ``cholesky`` forms and factors the matrix in float64,
+    which is exact to roundoff; ``auto`` does so up to 2048 rows.
 
     Cost: for each probe the steps of conjugate gradients, and a product for each length scale.
     Memory: ``block_size`` times as many vectors as steps, and ``2 rank`` vectors.
@@ -263,8 +269,8 @@ def logdet_gradient(
     if not op.parameters:
         raise ValueError(f"no parameter of {op!r} requires a gradient")
     if method == "cholesky" or (method == "auto" and fits(op)):
-        # log det K = 2 sum_i log L_ii
-        return exact_gradient(op, lambda L: 2 * L.diagonal().log().sum(), op.parameters)
+        op = op.double()
+        return factor_gradient(op, cholesky_factor(op.matrix().detach()))
     # Without noise there is no lower bound for the complement of the low-rank part.
     root = LowRankPreconditioner(op, rank=rank).inverse_root if op.noise else None
     samples: dict[str, list[Tensor]] = {name: [] for name in op.parameters}
@@ -284,14 +290,18 @@ def logdet_gradient(
     gradient = {}
     for name, parts in samples.items():
         values = torch.cat(parts)
-        gradient[name] = Estimate.of(
+        size = values.abs().mean(0)  # the terms of u'(dK)u may cancel, and then the mean is small
+        estimate = Estimate.of(
             values,
-            truncation=worst * values.mean(0).abs(),
+            truncation=ROUNDOFF * torch.finfo(op.dtype).eps * size,
             num_products=sum(roots.num_products for roots in blocks),
             method=f"{len(values)} inverse roots by Lanczos",
             status=failed[0] if failed else blocks[0].status,
             seed=generator.initial_seed(),
         )
+        estimate = doubt_equal_samples(estimate)
+        truncation = estimate.truncation + worst * size
+        gradient[name] = replace(estimate, truncation=truncation).with_status(None)
     return gradient
 
 
@@ -372,13 +382,44 @@ def fits(op: KernelOperator) -> bool:
     return op.shape[0] ** 2 * 8 <= TUNING.dense
 
 
-def exact_gradient(
-    op: KernelOperator, function: Callable[[Tensor], Tensor], parameters: dict[str, Tensor]
-) -> dict[str, Estimate]:
-    """Return the gradient of a function of the Cholesky factor, by automatic differentiation."""
-    with torch.enable_grad():
-        value = function(cholesky_factor(op.matrix().double()))
-    gradients = torch.autograd.grad(value, tuple(parameters.values()))
+def factor_gradient(op: KernelOperator, factor: Tensor) -> dict[str, Estimate]:
+    """Return the gradient of the log determinant from the Cholesky factor of the matrix.
+
+    Args:
+        op: The kernel matrix, in float64.
+        factor: Its lower Cholesky factor.
+    """
+    # K^{-1} = U U' with U = L^{-T}, so tr K^{-1} dK = sum_l u_l' dK u_l
+    eye = torch.eye(op.shape[0], dtype=op.dtype, device=op.device)
+    slopes = op.slopes(torch.linalg.solve_triangular(factor.mT, eye, upper=True))
+    # K + E has the gradient tr K^{-1} dK - tr K^{-1} E K^{-1} dK. For E = z z' with random z, whose
+    # entries have the size of one, this changes by u' dK u with u = K^{-1} z. With dK + z z' it
+    # changes by z' K^{-1} z.
+    probes, scaled, unit = roundoff_probes(op, lambda block: torch.cholesky_solve(block, factor))
+    moved, forms = op.slopes(scaled), (probes * scaled).sum(0).cpu()
+    largest, sizes, gradient = largest_entry(op), slope_sizes(op), {}
+    for name, terms in slopes.items():
+        # The products of `scaled` have the square of the largest entry as a factor, forms have it.
+        shift = root_mean_square(moved[name]) + sizes[name] * root_mean_square(forms)
+        gradient[name] = exact_by_factor(op, terms.sum(0), truncation=unit * shift / largest)
+    return gradient
+
+
+def root_mean_square(samples: Tensor) -> Tensor:
+    """Return the root mean square over the first axis, without overflow or underflow."""
+    return samples.div(unit := power_of_two(samples)).square().mean(0).sqrt() * unit
+
+
+def slope_sizes(op: KernelOperator) -> dict[str, float | Tensor]:
+    """Return the largest rounded entry of the derivative of the matrix in each parameter."""
+    # The derivative in the noise is the identity, without roundoff. For all kernels
+    # l |dk/dl| = r |k'(r)| < 1.
+    scales = op.outputscale / op.lengthscale.cpu()
+    return {"noise": 0.0, "outputscale": 1.0, "lengthscale": scales}
+
+
+def exact_by_factor(op: KernelOperator, value: Tensor, *, truncation: Tensor) -> Estimate:
+    """Return a value that was computed from a Cholesky factor, with its roundoff and status."""
     method = f"exact, by the factor of a matrix of order {op.shape[0]:,}"
-    pairs = zip(parameters, gradients, strict=True)
-    return {name: Estimate.exact(mean.double().cpu(), method=method) for name, mean in pairs}
+    estimate = Estimate.exact(value.cpu(), method=method, truncation=truncation.cpu())
+    return estimate.with_status(None, "increase the noise: the matrix is singular to roundoff")

@@ -30,6 +30,30 @@ def cholesky_factor(matrix: Tensor, *, kind: str = "an eigenvalue") -> Tensor:
     return factor
 
 
+def roundoff_probes(
+    op: LinearOperator, solve: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, float]:
+    r"""Return random vectors :math:`z`, :math:`a A^{-1} z`, and the relative size of roundoff.
+
+    Here :math:`a = \max_k A_{kk}`. The size is infinite if the matrix may be singular.
+
+    Args:
+        op: The matrix.
+        solve: Solves systems with its factor, for a block of right-hand sides.
+    """
+    probes = draw_probes(op, 8, kind="gaussian", generator=resolve_generator(None)).double()
+    eps, largest = torch.finfo(op.dtype).eps, largest_entry(op)
+    scaled = largest * solve(probes).to(probes)
+    # |A^{-1} z|^2 has mean |A^{-1}|_F^2. If |E| |A^{-1}| < 1, then A + E is not singular.
+    regular = is_below(eps * float(scaled.norm()) / 8**0.5, 1.0)
+    return probes, scaled, ROUNDOFF * eps if regular else math.inf
+
+
+def largest_entry(op: LinearOperator) -> float:
+    """Return the largest entry of a positive definite matrix, which is on its diagonal."""
+    return float(torch.as_tensor(exact(op, "diagonal").value).abs().max())
+
+
 def factor_roundoff(op: LinearOperator, solve: Callable[[Tensor], Tensor]) -> float:
     """Return the roundoff of a log determinant that was computed from a factor.
 
@@ -41,14 +65,8 @@ def factor_roundoff(op: LinearOperator, solve: Callable[[Tensor], Tensor]) -> fl
         The error, which is infinite if the matrix may be singular.
     """
     # The factor is that of A + E with |E_ij| of the order of eps max_k A_kk (Higham 2002, Theorem
-    # 10.3), and d log det A = tr(A^{-1} E). For random vectors z, z'A^{-1}z has mean tr A^{-1}, and
-    # |A^{-1}z|^2 has mean |A^{-1}|_F^2. The sum of n logarithms rounds as well.
-    probes = draw_probes(op, 8, kind="gaussian", generator=resolve_generator(None)).double()
-    inverse = solve(probes).to(probes)
-    unit = torch.finfo(op.dtype).eps * float(
-        torch.as_tensor(exact(op, "diagonal").value).abs().max()
-    )
-    if not is_below(unit * float(inverse.norm()) / 8**0.5, 1.0):
-        return math.inf
-    summed = torch.finfo(torch.float64).eps * len(probes)
-    return ROUNDOFF * (unit * float((probes * inverse).sum(0).abs().mean()) + summed)
+    # 10.3), and d log det A = tr(A^{-1} E). For random vectors z, z'A^{-1}z has mean tr A^{-1}. The
+    # sum of n logarithms rounds as well.
+    probes, scaled, unit = roundoff_probes(op, solve)
+    summed = ROUNDOFF * torch.finfo(torch.float64).eps * len(probes)
+    return unit * float((probes * scaled).sum(0).abs().mean()) + summed

@@ -19,7 +19,7 @@ from ritz._core.blocks import column_norms, inner_products, orthonormalize
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import draw_probes, probes
-from ritz._core.results import Estimate
+from ritz._core.results import Estimate, euclidean_norm
 from ritz._core.sampling import ROUNDOFF, check_samples
 from ritz.operators import LinearOperator
 from ritz.spectra._functions.quadrature import (
@@ -136,12 +136,12 @@ def block_krylov(
         again = inner_products(space, product)
         product -= space @ again.to(op.dtype)
         projected[: filled + size, filled : filled + size] = (overlap + again).cpu()
-        norm = max(norm, float(projected[: filled + size, filled : filled + size].norm()))
+        norm = max(norm, euclidean_norm(projected[: filled + size, filled : filled + size]))
         # T is symmetric: the part of A V_j along the previous block is the transposed coupling.
         if filled:
             gap = projected[:filled, filled : filled + size].clone()
             gap[-coupling.shape[1] :] -= coupling.T
-            _check_symmetric(float(gap.norm()), norm, op)
+            _check_symmetric(euclidean_norm(gap), norm, op)
         filled += size
         bar.update(filled)
         left = min(width, (n if filled == dimension else dimension) - filled)
@@ -201,11 +201,11 @@ class Deflation:
         inverse = torch.cholesky_inverse(factor)
         unit = QUADRATURE.shift * space.roundoff
         # Where |dT| |T^{-1}| reaches 1, the matrix may be singular.
-        singular = not is_below(unit * float(inverse.norm()), 1.0)
+        singular = not is_below(float((unit * inverse).norm()), 1.0)
         summed = (
             ROUNDOFF * torch.finfo(torch.float64).eps * float(factor.diagonal().log().abs().sum())
         )
-        moved = unit * float(inverse.diagonal().sum())
+        moved = QUADRATURE.margin * unit * float(inverse.diagonal().sum())
         self.roundoff = math.inf if singular else moved + summed
         if self.dimension:
             # B (T^{-1})_last B', the part of S that couples through the last block.

@@ -353,7 +353,7 @@ def _unresolved(
     shares = (1 + torch.cos(angles)) / 2
     linear = left + (right - left) * shares
     # Powers and logarithms are smooth in log x, over however many orders of magnitude.
-    ratio = torch.where(left * right > 0, right / left, 1.0)
+    ratio = torch.where(left.sign() * right.sign() > 0, right / left, 1.0)
     wide = ratio.log().abs() > math.log(TUNING.ratio)
     grids = [linear]
     if bool(wide.any()):
@@ -449,7 +449,7 @@ def roundoff_error(
     pole = ~function(torch.zeros_like(values)).isfinite()
     for moved in ((values - shift).clamp_min(floor), values + shift):
         moves = TUNING.margin * (function(moved) - at).abs()
-        lost = moves.isnan() | (pole & (values * moved <= 0))
+        lost = moves.isnan() | (pole & (values.sign() * moved.sign() <= 0))
         change = change.maximum(torch.where(lost, torch.inf, moves))
     return torch.where(weights > 0, weights * change, 0.0).sum(-1)
 

@@ -11,7 +11,13 @@ from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, draw_probes, resolve_generator
 from ritz._core.results import Estimate, stderr
-from ritz._core.sampling import Sampling, check_samples, doubling, is_settled
+from ritz._core.sampling import (
+    Sampling,
+    check_samples,
+    doubling,
+    doubt_equal_samples,
+    is_settled,
+)
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._functions.block_krylov import by_krylov
 from ritz.spectra._functions.floors import certain_floor
@@ -291,7 +297,7 @@ def _by_moments(
         together = replace(
             measured, samples=drawn, mean=drawn.mean(0), stderr=stderr(drawn), num_products=spent
         )
-        estimate = with_seed_and_status(finish(together), budget)
+        estimate = with_seed_and_status(doubt_equal_samples(finish(together)), budget)
         if is_settled(estimate, budget.rtol):
             break
     return estimate

@@ -75,7 +75,7 @@ TUNING = Tuning()
 CERTAINTY = {
     "random": f"none is missed, with probability {1 - TUNING.missed:g}",
     "inertia": "none is missed, by inertia",
-    "none": "repeated eigenvalues count once",
+    "none": "repeated eigenvalues count once, and others may be missed",
 }
 
 # ------------------------------------------------------------------------------------------
@@ -93,9 +93,9 @@ class Eigenpairs(LanczosResult):
         residuals: :math:`\|A u_k - \theta_k u_k\|` including roundoff, ``(k,)``. An eigenvalue lies
             within this distance of each value.
         roundoff: The part of each residual that is roundoff.
-        gaps: Distances to the nearest other eigenvalue, ``(k,)``, as far as the other Ritz values
-            of the run and their residuals show: zero if they do not exclude a close one. ``None``
-            in older files.
+        gaps: Distances to the nearest other eigenvalue, ``(k,)``, as far as the Ritz values of the
+            run and their residuals show: zero if they overlap. A run may not see copies of an
+            eigenvalue, or others that its start vector hardly contains. ``None`` in older files.
         vectors: Eigenvectors :math:`u_k` as columns, ``(n, k)``, or ``None``. With a spread basis:
             the rows of this process.
         dimension: Order ``n`` of the operator.
@@ -230,7 +230,7 @@ def eigenpairs(
 def _gaps(values: Tensor, residuals: Tensor) -> Tensor:
     """Return distances from Ritz values to the nearest eigenvalue that another one stands for."""
     # There is an eigenvalue within the residual of each Ritz value.
-    distances = (values[:, None] - values).abs() - residuals
+    distances = (values[:, None] - values).abs() - residuals - residuals[:, None]
     return distances.fill_diagonal_(math.inf).amin(1).clamp_min(0.0)
 
 
@@ -514,9 +514,10 @@ class _Search:
         vector = (coefficients[:, index].to(rows) @ rows).double()
         spread = float((self.op.shape[0] * vector.pow(4).sum()).sqrt())
         inside = outside = self.roundoff + TUNING.sums * self.run.eps * self.run.scale * spread
-        while not is_below(log_missed(end + side * outside), limit):
-            inside, outside = outside, 2 * outside
-        for _ in range(10):
+        whole = self.run.size == self.op.shape[0]  # no eigenvalue is missed
+        while not (whole or is_below(log_missed(end + side * outside), limit)):
+            inside, outside = outside, max(2 * outside, math.ulp(0.0))
+        for _ in range(0 if whole else 10):
             middle = (inside + outside) / 2
             if is_below(log_missed(end + side * middle), limit):
                 outside = middle
