@@ -302,6 +302,19 @@ def test_wrong_batches_and_samples_raise():
         risk.with_batch_norm("best")
 
 
+def test_fixed_dropout_without_dropout_layers_raises(model):
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(functional.dropout(x, 0.5, training=self.training))
+
+    with pytest.raises(ValueError, match="dropout='fixed' needs dropout layers, but the model"):
+        Risk(Functional(), CE, vectors(4), dropout="fixed")
+
+
 def test_dropout_that_cannot_be_fixed_raises(model):
     layers = nn.Sequential(nn.Linear(3, 3), nn.AlphaDropout(0.5)).double()
     with pytest.raises(ValueError, match=r"does not support AlphaDropout"):
