@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -50,8 +52,8 @@ class Tuning:
 TUNING = Tuning()
 
 FREEZE = (
-    "pass freeze=True to keep the batches of the first pass, or disable shuffling and random "
-    "augmentation in the loader"
+    "pass freeze=True to keep the batches of the first pass, max_samples= to draw a subset, or "
+    "disable shuffling and random augmentation in the loader"
 )
 
 
@@ -60,8 +62,8 @@ class Batches:
     """A list of batches that is the same in every pass. Each process iterates over its share.
 
     Args:
-        data: A loader or another iterable of batches that can be iterated more than once, or all
-            samples as a tuple or dictionary of tensors.
+        data: A loader or another iterable of batches that can be iterated more than once; or all
+            samples as a tuple or dictionary of tensors or arrays, or as a dataset.
         batch_size: Samples per batch if ``data`` holds all samples. Defaults to 512.
         freeze: Keep the batches of the first pass in memory, however many there are. Accepts
             loaders that shuffle or augment.
@@ -103,7 +105,12 @@ class Batches:
         self._device, self._dtype, (self._rank, self._world) = device, dtype, share
         self._count, self._mass = count, mass
         whole = as_one_batch(data)
-        self.defaulted = whole is not None and batch_size is None
+        indexed = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
+        self.defaulted = (whole is not None or indexed) and batch_size is None
+        if whole is None and indexed:
+            # Samples by index: a loader that does not shuffle makes the batches.
+            size = check_count("batch_size", 512 if batch_size is None else batch_size)
+            data, batch_size = DataLoader(data, batch_size=size), None
         if whole is None and batch_size is not None:
             raise ValueError(f"batch_size must not be passed for data in batches, got {batch_size}")
         if whole is not None:
@@ -114,7 +121,7 @@ class Batches:
             data = split_rows(whole, batch_size)
         elif max_samples is not None:
             data, freeze = draw_samples(data, max_samples, seed, progress), True
-        check_type("data", data, Iterable, "a loader, a list of batches, or tensors")
+        check_type("data", data, Iterable, "a loader, a list of batches, tensors, or a dataset")
         streams = not isinstance(data, Sequence)
         self._source, self._compared = data, streams and not freeze
         if self._compared and isinstance(data, Iterator):

@@ -41,7 +41,7 @@ from ritz.curvature._batches import Batches, move_batch
 from ritz.curvature._formulas import FormulaDetector
 from ritz.curvature._losses import LossFunction, check_labels, known_loss, term_mass
 from ritz.curvature._modes import product_modes
-from ritz.curvature._parameters import Context, Params, Selection
+from ritz.curvature._parameters import Context, ModelSelection, Params, Selection
 from ritz.curvature._sample_means import (
     NOT_A_MEAN,
     check_not_sum,
@@ -75,14 +75,15 @@ class Risk:
             and Fisher matrices are available too.
         data: A ``DataLoader`` or list of batches, each ``(*inputs, target)`` or a dictionary of
             keyword arguments with ``labels`` as target; or all samples as a tuple or dictionary of
-            tensors. The order must be the same in every pass: pass ``freeze=True`` with a loader
-            that shuffles, or that augments and does not fit into memory.
+            tensors or arrays, or as a dataset of torch. The order must be the same in every pass:
+            pass ``freeze=True`` with a loader that shuffles, or that augments and does not fit into
+            memory.
         batch_norm: ``eval`` (running statistics), ``train`` (statistics of each batch) or
             ``recomputed`` (running statistics recomputed over these data at this point).
         params: Parameters with respect to which derivatives are taken: a regular expression that
-            matches the beginning of a name (``layer3``, ``.*bias``), a list of names, or a function
-            of the name. Defaults to all that require a gradient. Frozen parameters cannot be
-            selected.
+            matches the beginning of a name (``layer3``, ``.*bias``), a list of names, a function of
+            the name, a module of the model, or its ``parameters()``. Defaults to all that require a
+            gradient. Frozen parameters cannot be selected.
         forward: Takes the model and a batch, returns ``(outputs, target)``. Pass it if batches have
             another form.
         l2: The coefficient :math:`\mu`, like ``weight_decay`` of SGD. It enters loss, gradient,
@@ -128,7 +129,7 @@ class Risk:
         data: Any,
         *,
         batch_norm: BatchNormMode = "eval",
-        params: Selection | None = None,
+        params: ModelSelection | None = None,
         forward: Forward | None = None,
         l2: float = 0.0,
         dropout: Literal["off", "fixed"] = "off",
