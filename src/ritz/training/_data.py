@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import ceil
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -384,6 +384,14 @@ def as_parts(data: Any) -> DataParts:
         for name, part in parts.items()
     }
     return DataParts(**plain, **(known or _guess_shape(plain["train"])))
+
+
+def refuse_batch_size(value: Any) -> NoReturn:
+    """Raise because data that come in batches have their own batch size."""
+    raise ValueError(
+        f"batch_size must not be passed for data in batches, such as a DataLoader, got {value}: "
+        "set it where the batches are made, or pass tensors or a dataset"
+    )
 
 
 def as_part(part: Any, name: str) -> Any:
