@@ -137,6 +137,12 @@ def from_arrays(data: Any) -> Any:
     return tree_map_only(np.ndarray, convert, data)
 
 
+def as_tensor(array: "Tensor | np.ndarray[Any, Any]") -> Tensor:
+    """Return a NumPy array as a tensor, and any other argument as it is."""
+    tensor: Tensor = from_arrays(array)
+    return tensor
+
+
 def is_tensors(data: Any) -> bool:
     """Return whether data are a tuple of tensors that hold all samples."""
     return isinstance(data, tuple) and bool(data) and all(isinstance(x, Tensor) for x in data)
