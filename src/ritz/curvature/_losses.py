@@ -195,9 +195,19 @@ def as_likelihood(loss_fn: Any) -> KnownLoss:
         raise ValueError(
             "loss_fn must be a likelihood to draw labels from: cross_entropy, "
             "binary_cross_entropy_with_logits or mse_loss, neither weighted nor smoothed, got "
-            f"{loss_fn}"
+            f"{loss_fn}{layout_advice(loss_fn)}"
         )
     return known
+
+
+def layout_advice(loss_fn: Any) -> str:
+    """Return how a user-defined loss becomes a known one, if it only changes the layout."""
+    if _described(loss_fn)[0] is not None or isinstance(loss_fn, nn.Module):
+        return ""
+    return (
+        "; if it changes the layout of one of these, let forward return outputs "
+        "(samples, classes, ...) and target (samples, ...)"
+    )
 
 
 def check_reduction(loss_fn: Any) -> None:
