@@ -284,3 +284,12 @@ def test_a_batch_size_beside_a_loader_is_refused_because_it_would_have_no_effect
     with pytest.raises(ValueError, match=r"data in batches, such as a DataLoader, got \[4, 8\]"):
         sweep(network, loader, {"batch_size": [4, 8]}, seeds=1, num_epochs=1)
     assert sweep(network, samples(), {"batch_size": [4, 8]}, seeds=1, num_epochs=1).status.ok
+
+
+@pytest.mark.parametrize(
+    ("reduction", "line"),
+    [("sum", "got one with reduction='sum'"), ("none", r"got \(12,\) in a batch: use red")],
+)
+def test_a_loss_that_is_not_a_mean_is_not_evaluated(reduction, line):
+    with pytest.raises(ValueError, match=line):
+        evaluate(network(), samples(12), loss_fn=nn.CrossEntropyLoss(reduction=reduction))

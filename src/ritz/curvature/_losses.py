@@ -333,14 +333,19 @@ def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
 
 def check_loss(loss: Any, index: int) -> None:
     """Raise unless a loss is a finite scalar."""
+    check_shape(loss, f"batch {index}")
+    if not bool(torch.isfinite(loss)):
+        raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")
+
+
+def check_shape(loss: Any, where: str) -> None:
+    """Raise unless a loss is a scalar."""
     if not isinstance(loss, Tensor) or loss.ndim:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
-            f"loss_fn must return one number, the mean over the batch, got {got} in batch "
-            f"{index}: use reduction='mean'"
+            f"loss_fn must return one number, the mean over the batch, got {got} in {where}: use "
+            "reduction='mean'"
         )
-    if not bool(torch.isfinite(loss)):
-        raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")
 
 
 def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: bool = True) -> None:

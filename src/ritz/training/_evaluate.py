@@ -10,7 +10,14 @@ from torch.nn.functional import cross_entropy
 from ritz._core.batch_norm import evaluating
 from ritz._core.batches import as_one_batch, split_rows, tensors
 from ritz._core.checks import check_count
-from ritz.curvature._shared import Adapter, Forward, check_labels, check_scores
+from ritz.curvature._shared import (
+    Adapter,
+    Forward,
+    check_labels,
+    check_reduction,
+    check_scores,
+    check_shape,
+)
 from ritz.training._data import own_rows
 from ritz.training._recurrent import call_model, carried_state, overwrite
 from ritz.training._step import Totals, autocast
@@ -48,6 +55,7 @@ def evaluate(
     """
     if top_k is not None:
         top_k = check_count("top_k", top_k)
+    check_reduction(loss_fn)
     adapter = Adapter(model, loss_fn, forward)
     whole = as_one_batch(batches)
     if whole is not None:
@@ -66,6 +74,7 @@ def evaluate(
                 check_scores(adapter.loss_fn.call, outputs, target, "batches")
                 check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
                 loss = adapter.loss(outputs, target)
+                check_shape(loss, "a batch")
             overwrite(state, after)
             totals.add(adapter, rows, loss, outputs, target)
     if totals is None:
