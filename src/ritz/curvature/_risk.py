@@ -43,6 +43,7 @@ from ritz.curvature._losses import LossFunction, check_labels, known_loss, term_
 from ritz.curvature._modes import product_modes
 from ritz.curvature._parameters import Context, ModelSelection, Params, Selection
 from ritz.curvature._sample_means import (
+    CAUSES,
     NOT_A_MEAN,
     check_not_sum,
     check_outputs_suffice,
@@ -442,7 +443,7 @@ class Risk:
         if alone not in self._sample_gaps:
             # Class weights, and numbers of labels if samples stand alone, must not weight samples.
             uneven = not self._batches.even and (alone or known_loss(self.loss_fn) is None)
-            labels = f"{NOT_A_MEAN}: batches are weighted by their labels"
+            labels = f"{NOT_A_MEAN}: batches are weighted by their labels ({CAUSES})"
             self._sample_gaps[alone] = labels if uneven else sample_gap(self, alone)
         return self._sample_gaps[alone]
 

@@ -22,6 +22,7 @@ from ritz.curvature import _losses as losses
 from ritz.curvature._parameters import Context
 
 NOT_A_MEAN = "the loss of a batch must be the mean of the losses of its samples, but it is not"
+CAUSES = "class weights, masks and ignored labels have this effect: pass a risk without them"
 
 
 # ------------------------------------------------------------------------------------------
@@ -151,6 +152,7 @@ def sample_gap(risk: Any, alone: bool) -> str:
             if not is_below(gap, 10 * math.sqrt(torch.finfo(risk.theta.dtype).eps) * scale):
                 return (
                     f"{NOT_A_MEAN}: {name} of norm {scale:.2g} differ by {gap:.2g} in batch {index}"
+                    f" ({CAUSES})"
                 )
     return ""
 
