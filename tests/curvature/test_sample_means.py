@@ -112,6 +112,16 @@ def test_cross_entropy_does_not_depend_on_how_samples_are_batched(loss_fn, sized
     )
 
 
+def test_recomputed_statistics_count_samples_whose_labels_are_ignored():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double(), noise(24, 3)
+    ignoring, plain = (
+        Risk(model, functional.cross_entropy, (x, y), batch_size=8, batch_norm="recomputed")
+        for y in (ignoring_some(24, -100), torch.arange(24) % 3)
+    )
+    for name in ("1.running_mean", "1.running_var"):
+        assert torch.equal(ignoring.constants()[name], plain.constants()[name])
+
+
 def test_tokens_of_padded_batches_of_several_lengths_have_equal_weights():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)).double()
     data = []

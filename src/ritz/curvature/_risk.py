@@ -488,7 +488,11 @@ class Risk:
         if self.batch_norm != "recomputed":
             return self._constants
         if self._statistics is None:
-            weighted = ((context, weight) for _, context, weight in self.contexts(self._constants))
+            # Statistics are those of samples: labels that the loss ignores count as well.
+            weighted = (
+                (context, float(self.batch_sizes[index]))
+                for index, context, _ in self.contexts(self._constants)
+            )
             # The modes are those of products, except that batch norm uses batch statistics.
             statistics = evaluating(self.adapter, batch_statistics=True)
             with modes.outside_inference(), self.settings(), statistics:
