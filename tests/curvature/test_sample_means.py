@@ -170,6 +170,17 @@ def test_a_loss_that_depends_on_the_batches_warns_unless_their_weights_are_given
     Risk(model, loss_fn, (x, y), batch_size=6, count=lambda batch: len(batch[0]))
 
 
+def test_labels_that_only_forward_knows_warn_if_some_are_ignored():
+    model, x, y = of_tokens()
+
+    def forward(model, batch):
+        return model(batch[0]).transpose(1, 2), batch[1]
+
+    with pytest.warns(UserWarning, match="depends on how the samples are batched: pass count="):
+        Risk(model, functional.cross_entropy, (x, y), batch_size=6, forward=forward)
+    Risk(model, functional.cross_entropy, (x, y.clamp(min=0)), batch_size=6, forward=forward)
+
+
 def test_a_loss_that_reads_weights_of_the_model_raises_instead_of_ignoring_them():
     model = mlp().double()
 

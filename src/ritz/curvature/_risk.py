@@ -651,10 +651,12 @@ def _inspect_first_batch(risk: Risk) -> Any:
         losses.check_loss(first, index)
         if known is None:
             check_not_sum(risk, context, index)
-        if known is None and risk.loss_fn is not None:
+        if risk.loss_fn is not None:
             with risk.settings():
-                check_outputs_suffice(risk, outputs, target)
-                counted = risk._reading["count"] or term_mass(risk.loss_fn, target) is not None
+                if known is None:
+                    check_outputs_suffice(risk, outputs, target)
+                # A user-defined forward alone knows the labels of a batch.
+                counted = risk._reading["count"] or risk._mass(batch) is not None
                 if risk.num_batches > 1 and not counted:
                     warn_if_batches_matter(risk, outputs, target, context.size)
         gap = abs(float(first) - float(again))
