@@ -278,6 +278,11 @@ def test_the_advice_is_the_square_of_the_missing_factor():
     half = rtol * float(estimate) / 2
     mixed = Estimate.of(samples, method="probes", num_products=400, truncation=half)
     assert mixed.with_status(rtol).status.advice == "use about 36 times as many probes"
+    # More probes do not help if the truncation is not allowed.
+    for scale in (2, 2.1):
+        fixed = Estimate.of(samples, method="probes", num_products=400, truncation=scale * half)
+        assert fixed.with_status(rtol, "use more steps").status.advice == "use more steps"
+        assert "more probes do not reduce it" in fixed.with_status(rtol).status.advice
 
 
 @pytest.mark.parametrize("rtol", [None, 0.1, 1.0])

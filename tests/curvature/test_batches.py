@@ -6,7 +6,7 @@ import pytest
 import torch
 from curvature.networks import labels, mlp, noise, seeded, vectors
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 
 from ritz.curvature import Risk, hessian
 from ritz.curvature import _batches as batches
@@ -61,7 +61,9 @@ SOURCES = {
     "lists": lambda: [[X[:4], Y[:4]], [X[4:], Y[4:]]],
     "iterable": Counted,
     "tensors": lambda: (X, Y),
+    "arrays": lambda: (X.numpy(), Y.numpy()),
     "dataset": lambda: PAIRS,
+    "samples by index": lambda: Subset(PAIRS, range(10)),
 }
 
 
@@ -73,6 +75,18 @@ def test_loaders_lists_tuples_and_dictionaries_give_the_same_risk(model, kind, f
     assert found.num_samples == 10
     assert found.loss() == pytest.approx(expected.loss(), rel=1e-14)
     torch.testing.assert_close(found.gradient(), expected.gradient())
+
+
+def test_a_dataset_and_several_targets_are_cut_into_batches(model):
+    def loss_fn(outputs, target):
+        return CE(outputs, target[0]) + outputs[:, 0].mul(target[1]).mean()
+
+    risk = Risk(model, CE, Subset(PAIRS, range(10)), batch_size=4)
+    several = Risk(model, loss_fn, (X, (Y, X[:, 0])), batch_size=4)
+
+    assert risk.batch_sizes == several.batch_sizes == [4, 4, 2]
+    expected = loss_fn(model(X), (Y, X[:, 0])).item()
+    assert several.loss() == pytest.approx(expected, rel=1e-14)
 
 
 @pytest.mark.usefixtures("streamed")

@@ -248,6 +248,10 @@ def test_kfac_names_what_it_cannot_do(network):
         kfac(Risk(network, nn.HuberLoss(), data))
     with pytest.raises(ValueError, match="loss_fn must be a likelihood to draw labels from"):
         kfac(Risk(network, nn.HuberLoss(), data), kind="monte_carlo")
+    own = Risk(network, lambda outputs, target: (outputs - target).square().mean(), data)
+    for kind in ("ggn", "monte_carlo"):
+        with pytest.raises(ValueError, match=r"let forward return outputs \(samples, classes"):
+            kfac(own, kind=kind)
     norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
     risk = Risk(norm, nn.MSELoss(), data, batch_norm="train", batch_size=5)
     with pytest.raises(ValueError, match="batch norm in train mode couples samples"):

@@ -102,6 +102,31 @@ def test_several_processes_give_the_results_of_one(count, sizes, tmp_path):
             assert found["own"][5] == sum(sizes)
 
 
+IGNORING = """
+    for name, part, options in (("split", data, {}), ("own", data[rank::size], {"sharing": "own"})):
+        risk = Risk(model, functional.cross_entropy, part, **options)
+        found[name] = [torch.tensor([risk.loss()]), risk.gradient()]
+    torch.save(found, f"{folder}/found{rank}")
+    dist.destroy_process_group()
+"""
+
+
+def test_batches_are_weighted_by_their_labels_over_all_processes(tmp_path):
+    model, data = mlp().double(), vectors(4, 6, 5)
+    for index, (_, y) in enumerate(data):
+        y[: index + 1] = -100  # another part of each batch
+    stored(tmp_path, model, data)
+
+    for code, error in run_processes(NETWORK + IGNORING, 2, tmp_path):
+        assert code == 0, error
+
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    whole = Risk(model, functional.cross_entropy, [(x, y)])
+    for rank in range(2):
+        for name, tensors in torch.load(tmp_path / f"found{rank}").items():
+            close(tensors, [torch.tensor([whole.loss()]), whole.gradient()], name)
+
+
 DYING = """
     risk = Risk(model, functional.cross_entropy, data)
     op = hessian(risk, engine="eager")

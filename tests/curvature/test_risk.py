@@ -102,6 +102,19 @@ def test_choosing_parameters_gives_blocks_of_the_matrix(mode):
         assert part.loss() == pytest.approx(risk.loss(), rel=1e-14)
 
 
+def test_parameters_are_chosen_by_tensors_or_by_their_module():
+    model, data = mlp(), vectors(5)
+    model[0].bias.requires_grad_(False)  # left out, as in a choice by name
+    by_name = Risk(model.double(), CE, data, params="0")
+    choices = (model[0], model[0].parameters(), [model[0].weight], list(model[0].parameters()))
+
+    for params in choices:
+        assert list(Risk(model, CE, data, params=params).space.shapes) == list(by_name.space.shapes)
+
+    with pytest.raises(ValueError, match=r"params must be parameters of the model, got .*\(4, 3\)"):
+        Risk(model, CE, data, params=nn.Linear(3, 4))
+
+
 def test_samples_are_chosen_by_their_position_in_the_data():
     risk = case("mlp").risk()
     x = torch.cat([batch[0] for batch in case("mlp").data])

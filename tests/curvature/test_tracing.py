@@ -116,6 +116,10 @@ def test_a_model_with_shapes_that_depend_on_values_is_eager_and_the_plan_says_wh
         operator(one.risk(), engine="linearized") @ noise(31)
 
 
+def len_of_target(batch):
+    return len(batch[1])
+
+
 def masked(outputs, target):
     return (outputs - target.unsqueeze(1)).square().mean(1)[target >= 0].mean()
 
@@ -132,7 +136,7 @@ def test_a_loss_with_data_dependent_shapes_is_not_traced(loss_fn, counts):
     data = []
     for (x, y), count in zip(vectors(4, 4), counts, strict=True):
         data.append((x, torch.where(torch.arange(4) < count, y, -1)))
-    risk = Risk(mlp().double(), loss_fn, data)
+    risk = Risk(mlp().double(), loss_fn, data, count=len_of_target)
     op = hessian(risk)
     parts = [hessian(risk.batch(index), engine="eager").dense() for index in range(2)]
     torch.testing.assert_close(op.dense(), (parts[0] + parts[1]) / 2)
@@ -147,7 +151,7 @@ def test_a_shape_of_batches_that_cannot_be_traced_is_computed_eagerly():
     def squared(outputs, target):
         return (outputs - target.unsqueeze(1)).square().mean()
 
-    risk = Risk(mlp().double(), loss_fn, vectors(4, 3))
+    risk = Risk(mlp().double(), loss_fn, vectors(4, 3), count=len_of_target)
     op = hessian(risk)
     torch.testing.assert_close(op.dense(), hessian(risk, engine="eager").dense())
     assert "(not linearized for all batches: shapes depend on" in op.products.plan
@@ -455,7 +459,8 @@ def ignoring(outputs, target):
 @pytest.mark.parametrize("family", RAGGED)
 def test_batches_of_all_sizes_have_the_products_of_eager_derivatives(family, loss_fn):
     make, data, options = RAGGED[family]
-    risk = Risk(make().double(), loss_fn, data(8, 8, 3, 5), **options)
+    count = {"count": len_of_target} if loss_fn is ignoring else {}
+    risk = Risk(make().double(), loss_fn, data(8, 8, 3, 5), **options, **count)
     block = noise(risk.space.size, 3)
 
     for matrix in (hessian, ggn):
@@ -481,7 +486,7 @@ UNEVEN = {
 
 @pytest.mark.parametrize("count", UNEVEN)
 def test_a_size_that_a_trace_takes_for_a_constant_is_noticed(count):
-    risk = Risk(mlp().double(), squares_over(UNEVEN[count]), vectors(8, 7))
+    risk = Risk(mlp().double(), squares_over(UNEVEN[count]), vectors(8, 7), count=len_of_target)
     vector = noise(risk.space.size)
 
     product = hessian(risk) @ vector

@@ -69,13 +69,13 @@ def test_a_model_whose_two_calls_differ_raises(noise):
     [
         ([], ValueError, "data must contain at least one batch, got none"),
         ((), ValueError, "data must contain at least one batch, got none"),
-        (None, TypeError, "data must be a loader, a list of batches, or tensors, got NoneType"),
+        (None, TypeError, "data must be .* tensors, or a dataset, got NoneType"),
         (changed(1, lambda x: x[:0], lambda y: y[:0]), ValueError, "samples in batch 1 must be at"),
         ((noise(0, 3), labels(3, 0)), ValueError, "must have at least one sample"),
         ((noise(4, 3), labels(3, 5)), ValueError, r"tensors of the same length, got \[4, 5\]"),
         (noise(4, 3), TypeError, "or a dictionary with 'labels', got inputs alone"),
         ([(noise(4, 3),)], TypeError, "pass forward=lambda"),
-        ([noise(4, 3)], TypeError, "got Tensor: pass forward="),
+        ([noise(4, 3)], TypeError, r"got Tensor \(a list holds batches, a tuple all samples\)"),
         ([("a", 3)], TypeError, "batch 0 must contain a tensor .*, got tuple: other"),
         ([(torch.tensor(1.0), torch.tensor(0))], TypeError, "pass count="),
     ],
@@ -300,6 +300,19 @@ def test_wrong_batches_and_samples_raise():
         case("cnn train").risk().samples(torch.tensor([0]))
     with pytest.raises(ValueError, match="batch_norm must be one of"):
         risk.with_batch_norm("best")
+
+
+def test_fixed_dropout_without_dropout_layers_raises(model):
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(functional.dropout(x, 0.5, training=self.training))
+
+    with pytest.raises(ValueError, match="dropout='fixed' needs dropout layers, but the model"):
+        Risk(Functional(), CE, vectors(4), dropout="fixed")
 
 
 def test_dropout_that_cannot_be_fixed_raises(model):

@@ -157,6 +157,8 @@ NAN = np.array([[0, np.nan], [np.nan, 0]])
         (scipy.sparse.csr_array(NAN), {}, "finite and not negative, got nan"),
         (np.zeros((3, 3)), {}, "no edge between two vertices"),
         (np.ones((3, 4)), {}, "must be square, got"),
+        (np.array([[0, 1], [1, 2], [2, 0]]), {}, r"an edge_index is \(2, E\), the transpose"),
+        ([("a", "b"), ("b", "c")], {}, r"networkx.Graph\(edges\) if vertices have names"),
         (np.ones((3, 3)) * 1j, {}, "must contain real numbers"),
         (np.array([[0, 1.0], [0, 0]]), {"directed": "refuse"}, "ndarray is directed"),
         (np.ones((3, 3)), {"num_nodes": 4}, "num_nodes must be 3, the rows of the matrix, got 4"),

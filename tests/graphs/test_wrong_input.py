@@ -46,6 +46,13 @@ WRONG = {
     "bzip2 noise": ("e.txt", b"BZh91AY&SY" + b"noise" * 9, "e.txt is a damaged bzip2 file"),
     "xz": ("e.txt", b"\xfd7zXZ\0\0\0", "e.txt is a (truncated|damaged) xz file"),
     "zip": ("e.txt", b"PK\x03\x04...", "is a zip file: unpack it first, only gzip, bzip2 and xz"),
+    "zip of a matrix": ("e.npz", b"PK\x03\x04...", r"pass scipy.sparse.load_npz\(path\) for a mat"),
+    "attributes of NetworkX": (
+        "e.txt",
+        "0 1 {'weight': 4}\n",
+        "line 1: has attributes in braces, as networkx.write_edgelist",
+    ),
+    "no attributes of NetworkX": ("e.txt", "ann bob {}\n", "line 1: has attributes in braces"),
     "huge array": ("e.mtx", f"{ARRAY}99999 99999\n1\n", "holds fewer numbers than its header says"),
     "short array": ("e.mtx", f"{ARRAY}2 2\n0\n1\n1\n", "e.mtx cannot be read"),
     "negative array": ("e.mtx", f"{ARRAY}2 2\n0\n-1\n-1\n0\n", "e.mtx: the entries must be finite"),

@@ -70,6 +70,16 @@ def test_the_figures_of_all_data_are_those_of_the_dense_matrix(risk, advice):
     assert advice.loss == risk.loss()
 
 
+def test_advice_is_about_samples_if_batches_are_weighted_by_their_tokens(risk, advice):
+    by_token = Risk(risk.model, risk.loss_fn, samples(), count=lambda batch: 7 * len(batch[0]))
+
+    again = advise(by_token, batch_sizes=SIZES, known=(16, 0.2))
+
+    torch.testing.assert_close(again.edge.mean, advice.edge.mean)
+    torch.testing.assert_close(again.bulk.noise, advice.bulk.noise)
+    torch.testing.assert_close(again.bulk.outliers, advice.bulk.outliers)
+
+
 def test_edges_follow_from_the_prediction(advice):
     best = advice.prediction.best
 

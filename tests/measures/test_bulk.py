@@ -50,6 +50,24 @@ def test_without_outliers_none_are_found():
     assert "0 outliers: none" in str(found)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_matrix_whose_eigenvalues_are_all_found_has_no_bulk(seed):
+    # By chance, some eigenvalue has the largest weight of all.
+    values = torch.linspace(-1.0, 3.0, 12, dtype=torch.float64)
+    run = lanczos(torch.diag(values), num_steps=12, generator=seeded(seed))
+
+    found = bulk_edge(run)
+
+    # One weight in a thousand exceeds that of a single eigenvalue.
+    assert math.isnan(found.lower)
+    assert math.isnan(found.upper)
+    assert len(found.outliers) == 0
+    assert "none: all Ritz values are single eigenvalues" in str(found)
+    noisy = bulk_edge(run, variance=0.01, batch_size=1)
+    assert noisy.noise[0] == pytest.approx(float(run.weights @ run.values) - 0.2)
+    assert 0 < len(noisy.outliers) < 12
+
+
 def test_the_margin_falls_with_the_size_by_the_law_of_tracy_and_widom():
     matrix = spiked(0)
     narrow, wide = (

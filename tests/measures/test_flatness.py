@@ -109,8 +109,23 @@ def test_an_impossible_matrix_raises_before_the_first_product(monkeypatch):
     risk = Risk(WithLoss(), None, [batch])
     monkeypatch.setattr("ritz.measures._sharpness.lanczos_block", None)
 
-    with pytest.raises(ValueError, match=r"ggn\(\) needs outputs that are separate from the loss"):
+    with pytest.raises(ValueError, match="needs outputs that are separate from the loss"):
         sharpness(risk, matrix=("hessian", "ggn"))
+
+
+def test_a_model_that_returns_its_loss_has_the_sharpness_of_its_hessian_alone():
+    def forward(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    model = network()
+    data = torch.randn(N, INPUTS, dtype=torch.float64, generator=seeded(0)), torch.arange(N) % 3
+    risk = Risk(model, None, data, forward=forward)
+    with pytest.raises(ValueError, match="matrix must be 'hessian' for a risk with loss_fn=None"):
+        sharpness(risk, num_steps=3)
+
+    (row,) = sharpness(risk, num_steps=3, matrix="hessian").rows
+
+    assert row.matrix == "hessian"
 
 
 def test_trace_is_exact_if_the_operator_knows_it(monkeypatch):

@@ -84,6 +84,21 @@ def test_second_difference_of_a_network_equals_the_dense_curvature(normed):
     torch.testing.assert_close(second, chosen, rtol=0, atol=1e-5)
 
 
+def test_eigenpairs_are_directions_named_by_their_eigenvalues(regression):
+    risk, hessian_ = regression
+    pairs = ritz.eigenpairs(hessian_, largest=2)
+
+    found = landscape(risk, pairs, num_points=3)
+
+    assert found.names == tuple(
+        f"eigenvalue {value:.6g}" for value in reversed(pairs.values.tolist())
+    )
+    by_hand = landscape(risk, pairs.vectors.flip(1), num_points=3)
+    torch.testing.assert_close(found.loss, by_hand.loss)
+    with pytest.raises(ValueError, match="got eigenpairs with vectors=False"):
+        landscape(risk, ritz.eigenpairs(hessian_, largest=1, vectors=False))
+
+
 def test_centre_of_a_landscape_is_the_loss_of_the_risk(normed):
     risk, test = normed
     found = landscape(risk, random_direction(risk), num_points=3, test=test)
@@ -321,7 +336,7 @@ def test_arguments_are_checked(regression, bad, match):
         ({"u": torch.zeros(4).double()}, ValueError, "u must not be zero"),
         ({"u": torch.full((4,), math.nan).double()}, ValueError, "u must be finite"),
         ({}, ValueError, "directions must have at least one direction"),
-        ([1.0], TypeError, "directions must be a Spectrum, a tensor or a dictionary"),
+        ([1.0], TypeError, "directions must be a Spectrum, Eigenpairs, a tensor or a dict"),
     ],
 )
 def test_directions_are_checked(regression, directions, error, match):

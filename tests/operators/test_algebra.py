@@ -59,6 +59,7 @@ def test_operators_can_be_scaled_from_the_left_and_the_right(drawn, factor):
     assert_same((factor * op) @ block, factor * (a @ block))
     assert_same((op * factor) @ block, op @ (factor * block))
     assert_same(ShiftedOperator(op, factor) @ block, a @ block + factor * block)
+    assert_same((op / 4) @ block, a @ block / 4)
 
 
 @given(matrices(low=2), st.data())

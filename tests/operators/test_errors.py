@@ -221,7 +221,7 @@ WRONG = {
     "as_operator of integers": (
         lambda: as_operator(np.eye(2, dtype=int)),
         TypeError,
-        "floating-point",
+        "must be float32 or float64, got int64: convert with astype",
     ),
     "SciPy not square": (
         lambda: as_operator(ScipyOperator((2, 3), matvec=lambda x: x[:2], dtype=float)),
@@ -248,8 +248,9 @@ WRONG = {
         ValueError,
         "pass max_bytes=72 to allow it",
     ),
-    "add a number": (lambda: OP + 1.0, TypeError, "unsupported operand"),
-    "subtract a number": (lambda: OP - 1.0, TypeError, "unsupported operand"),
+    "add a number": (lambda: OP + 1.0, TypeError, r"is ritz.operators.ShiftedOperator\(op, c\)"),
+    "subtract a number": (lambda: OP - np.float64(1), TypeError, "may mean A \\+ c I or A \\+ c"),
+    "divide by a string": (lambda: OP / "2", TypeError, "unsupported operand"),
     "times a string": (lambda: OP * "2", TypeError, "can't multiply|unsupported operand"),
 }
 
@@ -282,8 +283,8 @@ def test_a_wrong_block_is_refused(block, kind, match):
 @pytest.mark.parametrize(
     ("function", "kind", "match"),
     [
-        (lambda block: block[:2], ValueError, r"must return \(3, 2\), got \(2, 2\)"),
-        (lambda block: block.numpy(), ValueError, r"must return \(3, 2\), got ndarray"),
+        (lambda block: block[:2], ValueError, r"must return a tensor \(3, 2\), got \(2, 2\)"),
+        (lambda block: block.numpy(), ValueError, r"must return a tensor \(3, 2\), got ndarray"),
         (lambda block: block.float(), TypeError, "of torch.float64, got .* of torch.float32"),
     ],
 )

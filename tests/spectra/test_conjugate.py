@@ -40,6 +40,11 @@ def test_the_solution_is_that_of_dense(dtype):
     torch.testing.assert_close(found.x, exact, rtol=tolerance, atol=tolerance)
 
 
+def test_right_hand_sides_may_be_arrays_with_any_strides():
+    op, b = system()
+    assert torch.equal(solve(op, b.numpy()[:, ::-1]).x, solve(op, b.flip(1)).x)
+
+
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 def test_the_residuals_are_those_of_the_solution_returned(dtype):
     op, b = system(dtype)
@@ -236,7 +241,7 @@ WRONG = {
     "preconditioner shape": (
         {"preconditioner": lambda block: block[:2]},
         ValueError,
-        r"preconditioner must return \(4, 1\)",
+        r"preconditioner must return a tensor \(4, 1\)",
     ),
     "preconditioner kind": ({"preconditioner": 3.0}, TypeError, "got float"),
     "preconditioner order": (

@@ -208,6 +208,13 @@ WRONG = {
 }
 
 
+def test_points_and_observations_may_be_arrays():
+    points = torch.linspace(0, 1, 30, dtype=torch.float64)[:, None]
+    y = torch.sin(9 * points[:, 0])
+    found = log_likelihood(KernelOperator(points.numpy(), noise=0.1), y.numpy())
+    assert float(found) == float(log_likelihood(KernelOperator(points, noise=0.1), y))
+
+
 @pytest.mark.parametrize(("bad", "kind", "match"), WRONG.values(), ids=WRONG.keys())
 def test_misuse_names_the_argument(bad, kind, match):
     with pytest.raises(kind, match=match):

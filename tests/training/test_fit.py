@@ -143,6 +143,7 @@ def test_averaged_weights_are_evaluated_with_recomputed_batch_norm():
     batches = [tuple(part[rows] for part in data) for rows in order.split(20)]
     with average.applied(model, data=batches):
         expected = evaluate(model, [data])
+        assert evaluate(model, data) == evaluate(model, tuple(x.numpy() for x in data)) == expected
     assert result.metrics["average_validation_loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 from training.examples import Stop, StoppedError, assert_same_bits, network, samples, state
 
 import ritz
@@ -181,6 +182,22 @@ def test_a_resumed_run_measures_the_same_numbers(tmp_path):
     assert len(curvature[0]) == 6
     assert curvature[1] == curvature[0]
     assert "distance" in curvature[0][-1]
+
+
+def test_a_shuffled_training_loader_is_watched_on_a_fixed_subset():
+    data, model = samples(60), network()
+    loader = DataLoader(TensorDataset(*data), batch_size=16, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    monitor = CurvatureMonitor(loader, max_samples=20, quantities=["lambda_max", "gradient_norm"])
+    with pytest.raises(ValueError, match="max_samples= to draw a subset"):
+        CurvatureMonitor(loader).measure(model, optimizer)
+
+    first, again = (monitor.measure(model, optimizer) for _ in range(2))
+
+    assert first["watched_loss"] == again["watched_loss"]
+    whole = ritz.Risk(model, cross_entropy, data).loss()
+    assert first["watched_loss"] != pytest.approx(whole, rel=1e-9)
+    assert len(repr(monitor)) < 700  # without the data
 
 
 def test_a_user_defined_risk_is_measured():

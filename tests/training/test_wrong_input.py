@@ -8,7 +8,7 @@ from training.examples import network, samples
 
 from ritz._core.registry import UnknownNameError
 from ritz.optim import Gadam, IterateAverage
-from ritz.training import CurvatureMonitor, TrainingConfig, evaluate, fit, register_optimizer
+from ritz.training import CurvatureMonitor, TrainingConfig, evaluate, fit, register_optimizer, sweep
 from ritz.training._optimizers import average_plan
 
 GOOD = {"num_epochs": 2, "batch_size": 12}
@@ -275,3 +275,21 @@ def test_lists_and_arrays_are_accepted_like_tensors(kind):
     result = fit(network(), sources[kind], **GOOD)
 
     assert result.num_steps == 8
+
+
+def test_a_batch_size_beside_a_loader_is_refused_because_it_would_have_no_effect():
+    loader = DataLoader(TensorDataset(*samples()), batch_size=8)
+    with pytest.raises(ValueError, match="batch_size must not be passed for data in batches"):
+        fit(network(), loader, num_epochs=1, batch_size=16)
+    with pytest.raises(ValueError, match=r"data in batches, such as a DataLoader, got \[4, 8\]"):
+        sweep(network, loader, {"batch_size": [4, 8]}, seeds=1, num_epochs=1)
+    assert sweep(network, samples(), {"batch_size": [4, 8]}, seeds=1, num_epochs=1).status.ok
+
+
+@pytest.mark.parametrize(
+    ("reduction", "line"),
+    [("sum", "got one with reduction='sum'"), ("none", r"got \(12,\) in a batch: use red")],
+)
+def test_a_loss_that_is_not_a_mean_is_not_evaluated(reduction, line):
+    with pytest.raises(ValueError, match=line):
+        evaluate(network(), samples(12), loss_fn=nn.CrossEntropyLoss(reduction=reduction))

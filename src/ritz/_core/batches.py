@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 from torch.utils.data import TensorDataset
 
 Batch = Any
@@ -116,6 +122,27 @@ def as_plain(batch: Batch) -> Batch:
     return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
 
 
+def from_arrays(data: Any) -> Any:
+    """Return data with tensors in place of NumPy arrays."""
+
+    def convert(array: Any) -> Tensor:
+        try:
+            # NumPy copies only if necessary: torch refuses negative strides and read-only memory.
+            return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+        except TypeError as error:
+            raise TypeError(
+                f"data must have a numeric dtype of torch, got an array of {array.dtype}"
+            ) from error
+
+    return tree_map_only(np.ndarray, convert, data)
+
+
+def as_tensor(array: "Tensor | np.ndarray[Any, Any]") -> Tensor:
+    """Return a NumPy array as a tensor, and any other argument as it is."""
+    tensor: Tensor = from_arrays(array)
+    return tensor
+
+
 def is_tensors(data: Any) -> bool:
     """Return whether data are a tuple of tensors that hold all samples."""
     return isinstance(data, tuple) and bool(data) and all(isinstance(x, Tensor) for x in data)
@@ -125,9 +152,15 @@ def as_one_batch(data: Any) -> Batch | None:
     """Return data that hold all samples as one batch, or ``None`` for other data."""
     if isinstance(data, TensorDataset):
         return data.tensors
-    if isinstance(data, Tensor):
-        return (data,)
-    return as_plain(data) if is_tensors(data) or isinstance(data, Mapping) else None
+    if isinstance(data, Tensor | np.ndarray):
+        return (from_arrays(data),)
+    if isinstance(data, Mapping):
+        return from_arrays(as_plain(data))
+    # A list holds batches. A tuple of tensors, perhaps with several targets in a tuple, holds all
+    # samples.
+    kinds = Tensor | np.ndarray
+    inside = isinstance(data, tuple) and any(isinstance(part, kinds) for part in data)
+    return from_arrays(data) if inside else None
 
 
 def split_labels(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

@@ -283,10 +283,12 @@ class Estimate(HasStatus):
 
     def _advice(self, goal: float, advice: str) -> str:
         fixed, error = euclidean_norm(self.truncation), euclidean_norm(self.error())
-        if advice and fixed > 0.5 * error:
+        if advice and (fixed > 0.5 * error or fixed >= goal):
             return advice
+        if fixed >= goal:
+            return "the truncation alone is above rtol, and more probes do not reduce it"
         # The sampling error falls as the square root of the number of probes.
-        factor = ((error - fixed) / (goal - fixed)) ** 2 if goal > fixed else math.inf
+        factor = ((error - fixed) / (goal - fixed)) ** 2
         return f"use about {factor:.2g} times as many probes"
 
     def __float__(self) -> float:

@@ -168,6 +168,8 @@ class Adapter(nn.Module):
         if not (pair or (named and "labels" in batch)):
             kind = "inputs alone" if isinstance(batch, tuple | list) else type(batch).__name__
             got = f"the keys {sorted(batch)}" if named else kind
+            if isinstance(batch, Tensor):
+                got += " (a list holds batches, a tuple all samples)"
             raise TypeError(
                 "a batch must be (inputs, target) or a dictionary with 'labels', "
                 f"got {got}: {FORWARD}"

@@ -1,5 +1,6 @@
 """`Batches`: data in any form as a list of batches that is the same in every pass; subsets."""
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -49,8 +52,8 @@ class Tuning:
 TUNING = Tuning()
 
 FREEZE = (
-    "pass freeze=True to keep the batches of the first pass, or disable shuffling and random "
-    "augmentation in the loader"
+    "pass freeze=True to keep the batches of the first pass, max_samples= to draw a subset, or "
+    "disable shuffling and random augmentation in the loader"
 )
 
 
@@ -59,13 +62,15 @@ class Batches:
     """A list of batches that is the same in every pass. Each process iterates over its share.
 
     Args:
-        data: A loader or another iterable of batches that can be iterated more than once, or all
-            samples as a tuple or dictionary of tensors.
+        data: A loader or another iterable of batches that can be iterated more than once; or all
+            samples as a tuple or dictionary of tensors or arrays, or as a dataset.
         batch_size: Samples per batch if ``data`` holds all samples. Defaults to 512.
         freeze: Keep the batches of the first pass in memory, however many there are. Accepts
             loaders that shuffle or augment.
         count: Takes a batch, returns its number of samples. Defaults to the length of its first
             tensor.
+        mass: Takes a batch, returns its weight in the mean over batches, or ``None`` for its number
+            of samples, the default.
         device: Device of the batches.
         dtype: Dtype of floating-point tensors. Defaults to the dtype of the data.
         share: ``(k, n)``: this process takes the batches whose index is ``k`` modulo ``n``.
@@ -75,6 +80,7 @@ class Batches:
 
     Attributes:
         sizes: Number of samples in each batch of the data, by ``count``.
+        masses: Weight of each batch in the mean over batches, by ``mass``.
         rows: Number of rows of the tensors with one row per sample, in each batch.
         held: Whether the batches are in memory.
         first: Index and content of the first batch of this process. ``None`` if it has no batch.
@@ -88,6 +94,7 @@ class Batches:
         batch_size: int | None = None,
         freeze: bool = False,
         count: Callable[[Batch], int] | None = None,
+        mass: Callable[[Batch], float | None] | None = None,
         device: torch.device,
         dtype: torch.dtype | None = None,
         share: tuple[int, int] = (0, 1),
@@ -96,9 +103,14 @@ class Batches:
         progress: bool | Progress = False,
     ) -> None:
         self._device, self._dtype, (self._rank, self._world) = device, dtype, share
-        self.count = count
+        self._count, self._mass = count, mass
         whole = as_one_batch(data)
-        self.defaulted = whole is not None and batch_size is None
+        indexed = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
+        self.defaulted = (whole is not None or indexed) and batch_size is None
+        if whole is None and indexed:
+            # Samples by index: a loader that does not shuffle makes the batches.
+            size = check_count("batch_size", 512 if batch_size is None else batch_size)
+            data, batch_size = DataLoader(data, batch_size=size), None
         if whole is None and batch_size is not None:
             raise ValueError(f"batch_size must not be passed for data in batches, got {batch_size}")
         if whole is not None:
@@ -109,7 +121,7 @@ class Batches:
             data = split_rows(whole, batch_size)
         elif max_samples is not None:
             data, freeze = draw_samples(data, max_samples, seed, progress), True
-        check_type("data", data, Iterable, "a loader, a list of batches, or tensors")
+        check_type("data", data, Iterable, "a loader, a list of batches, tensors, or a dataset")
         streams = not isinstance(data, Sequence)
         self._source, self._compared = data, streams and not freeze
         if self._compared and isinstance(data, Iterator):
@@ -123,6 +135,7 @@ class Batches:
     def _read(self, source: Iterable[Any], seed: int | None, room: float) -> None:
         """Read the data once. Store sizes and checksums, and the batches while they fit."""
         self.sizes, self.rows, self._checksums = list[int](), list[int](), list[int]()
+        self.masses = list[float]()
         batches: list[Batch] | None = []
         self.first: tuple[int, Batch] | None = None
         # A user-defined iterable may reuse the memory of a batch for the next one.
@@ -131,10 +144,12 @@ class Batches:
             if seed is not None:  # augmentation draws from the global generator
                 torch.default_generator.manual_seed(seed)
             for index, batch in enumerate(map(as_plain, source)):
-                count = self.count or partial(num_rows, name=f"batch {index}")
+                count = self._count or partial(num_rows, name=f"batch {index}")
                 size = count(batch)
                 check_count(f"number of samples in batch {index}", size)
                 self.sizes.append(size)
+                mass = None if self._mass is None else self._mass(batch)
+                self.masses.append(size if mass is None else mass)
                 # If ``count`` counts something else, such as tokens, the first tensor has the rows.
                 lengths = [len(tensor) for tensor in tensors(batch) if tensor.ndim]
                 self.rows.append(size if size in lengths else (lengths or [size])[0])
@@ -154,6 +169,13 @@ class Batches:
         if not self.sizes:
             raise ValueError("data must contain at least one batch, got none")
         self._in_memory, self.held = batches, batches is not None
+
+    @property
+    def even(self) -> bool:
+        """Whether all samples have the same weight in the mean over batches."""
+        ratio = sum(self.masses) / sum(self.sizes)
+        pairs = zip(self.masses, self.sizes, strict=True)
+        return all(math.isclose(mass, ratio * size) for mass, size in pairs)
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         """Yield index and content of the batches of this process, always in the same order."""

@@ -217,9 +217,19 @@ def as_likelihood(loss_fn: Any) -> KnownLoss:
         raise ValueError(
             "loss_fn must be a likelihood to draw labels from: cross_entropy, "
             "binary_cross_entropy_with_logits or mse_loss, neither weighted nor smoothed, got "
-            f"{loss_fn}"
+            f"{loss_fn}{layout_advice(loss_fn)}"
         )
     return known
+
+
+def layout_advice(loss_fn: Any) -> str:
+    """Return how a user-defined loss becomes a known one, if it only changes the layout."""
+    if _described(loss_fn)[0] is not None or isinstance(loss_fn, nn.Module):
+        return ""
+    return (
+        "; if it changes the layout of one of these, let forward return outputs "
+        "(samples, classes, ...) and target (samples, ...)"
+    )
 
 
 def check_reduction(loss_fn: Any) -> None:
@@ -351,14 +361,19 @@ def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
 
 def check_loss(loss: Any, index: int) -> None:
     """Raise unless a loss is a finite scalar."""
+    check_shape(loss, f"batch {index}")
+    if not bool(torch.isfinite(loss)):
+        raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")
+
+
+def check_shape(loss: Any, where: str) -> None:
+    """Raise unless a loss is a scalar."""
     if not isinstance(loss, Tensor) or loss.ndim:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
-            f"loss_fn must return one number, the mean over the batch, got {got} in batch "
-            f"{index}: use reduction='mean'"
+            f"loss_fn must return one number, the mean over the batch, got {got} in {where}: use "
+            "reduction='mean'"
         )
-    if not bool(torch.isfinite(loss)):
-        raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")
 
 
 def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: bool = True) -> None:

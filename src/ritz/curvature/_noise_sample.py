@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ritz._core.attempts import attempt
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import recording
 from ritz._core.random import probes, resolve_generator
 from ritz.curvature._batches import batch_seeds
 from ritz.curvature._kfac import block_root, kfac, times_root
 from ritz.curvature._losses import as_likelihood
-from ritz.curvature._modes import attempt
 from ritz.curvature._module_gradients import TUNING
 from ritz.curvature._noise_kinds import (
     BY_GRADIENT,

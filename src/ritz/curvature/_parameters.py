@@ -5,7 +5,7 @@ everything else that the loss of a batch depends on.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,8 @@ from ritz._core.params import ParamSpace
 
 Params = dict[str, Tensor]
 Selection = str | Sequence[str] | Callable[[str], bool]
+# Parameters of a model may also be selected as tensors, or by their module.
+ModelSelection = Selection | Iterable[Tensor] | nn.Module
 _DTYPES = {"float32": torch.float32, "tf32": torch.float32, "float64": torch.float64}
 
 
@@ -66,7 +68,7 @@ _pytree.register_dataclass(Context, field_names=["constants", "batch", "masks", 
 
 
 def copy_state(
-    model: nn.Module, selection: Selection | None, precision: Precision | None
+    model: nn.Module, selection: ModelSelection | None, precision: Precision | None
 ) -> tuple[ParamSpace, Tensor, Params, torch.dtype | None]:
     """Copy the parameters and buffers of a model.
 
@@ -78,7 +80,7 @@ def copy_state(
     free = [name for name, tensor in parameters.items() if tensor.requires_grad and tensor.numel()]
     if not free:
         raise ValueError("model must have parameters that require a gradient, got none")
-    chosen = free if selection is None else select_names(free, selection)
+    chosen = free if selection is None else select_names(free, _names_of(parameters, selection))
     devices = {parameters[name].device.type for name in chosen}
     if len(devices) > 1 or "meta" in devices:
         raise ValueError(f"all parameters must be on one device, got {sorted(devices)}")
@@ -93,6 +95,22 @@ def copy_state(
         values = {name: state.pop(name) for name in chosen}
         space = ParamSpace(values)
         return space, space.flatten(values), state, cast
+
+
+def _names_of(parameters: Mapping[str, Tensor], selection: ModelSelection) -> Selection:
+    """Return a selection by names. Parameters that do not require a gradient are left out."""
+    if isinstance(selection, nn.Module):
+        selection = selection.parameters()
+    if isinstance(selection, str) or not isinstance(selection, Iterable):
+        return selection
+    chosen: list[Any] = list(selection)
+    if not chosen or not all(isinstance(each, Tensor) for each in chosen):
+        return chosen
+    names = {id(tensor): name for name, tensor in parameters.items()}
+    if other := [tuple(each.shape) for each in chosen if id(each) not in names]:
+        shapes = ", ".join(map(str, other))
+        raise ValueError(f"params must be parameters of the model, got other tensors: {shapes}")
+    return [names[id(each)] for each in chosen if each.requires_grad]
 
 
 def _cast(dtypes: set[torch.dtype], precision: Precision | None) -> torch.dtype | None:

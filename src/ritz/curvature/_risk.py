@@ -1,19 +1,18 @@
 """`Risk`: a model, a loss and data at one point in weight space; checks of model and loss."""
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call
 from torch.nn import functional
 
 from ritz._core import modes
+from ritz._core.attempts import UNSUITABLE, attempt
 from ritz._core.batch_norm import (
     BATCH_NORM_MODES,
     BatchNormMode,
@@ -21,7 +20,7 @@ from ritz._core.batch_norm import (
     evaluating,
     recomputed_statistics,
 )
-from ritz._core.batches import Batch, is_rows, join_rows, num_rows, take_rows, tensors
+from ritz._core.batches import Batch, join_rows, num_rows, take_rows
 from ritz._core.checks import (
     check_choice,
     check_count,
@@ -40,12 +39,19 @@ from ritz.curvature import _parameters as parameters
 from ritz.curvature._adapter import Adapter, Forward, inputs_error, recognized_loss
 from ritz.curvature._batches import Batches, move_batch
 from ritz.curvature._formulas import FormulaDetector
-from ritz.curvature._losses import LossFunction, check_labels, known_loss
-from ritz.curvature._modes import UNSUITABLE, attempt, product_modes
-from ritz.curvature._parameters import Context, Params, Selection
+from ritz.curvature._losses import LossFunction, check_labels, known_loss, term_mass
+from ritz.curvature._modes import product_modes
+from ritz.curvature._parameters import Context, ModelSelection, Params, Selection
+from ritz.curvature._sample_means import (
+    CAUSES,
+    NOT_A_MEAN,
+    check_not_sum,
+    check_outputs_suffice,
+    sample_gap,
+    warn_if_batches_matter,
+)
 
 Sharing = Literal["split", "own", "none"]
-NOT_A_MEAN = "the loss of a batch must be the mean of the losses of its samples, but it is not"
 
 
 @final
@@ -63,21 +69,22 @@ class Risk:
         model: Any module. Wrappers of ``torch.compile`` and DDP are removed, also from the names of
             parameters.
         loss_fn: Takes outputs and target of a batch, returns the *mean* loss over its samples. Any
-            callable, such as ``torch.nn.functional.cross_entropy``. ``None`` if the model returns
-            its own loss, as Hugging Face models do. If this loss equals the cross-entropy of
-            ``logits`` and ``labels`` on the first batch, with or without a shift by one token, the
-            Gauss-Newton and Fisher matrices are available too, and a batch is weighted by its
-            number of labels that are not ignored (-100).
+            callable, such as ``torch.nn.functional.cross_entropy``. It must depend on the
+            parameters through the outputs alone. ``None`` if the model returns its own loss, as
+            Hugging Face models do. If this loss equals the cross-entropy of ``logits`` and
+            ``labels`` on the first batch, with or without a shift by one token, the Gauss-Newton
+            and Fisher matrices are available too.
         data: A ``DataLoader`` or list of batches, each ``(*inputs, target)`` or a dictionary of
             keyword arguments with ``labels`` as target; or all samples as a tuple or dictionary of
-            tensors. The order must be the same in every pass: pass ``freeze=True`` with a loader
-            that shuffles, or that augments and does not fit into memory.
+            tensors or arrays, or as a dataset of torch. The order must be the same in every pass:
+            pass ``freeze=True`` with a loader that shuffles, or that augments and does not fit into
+            memory.
         batch_norm: ``eval`` (running statistics), ``train`` (statistics of each batch) or
             ``recomputed`` (running statistics recomputed over these data at this point).
         params: Parameters with respect to which derivatives are taken: a regular expression that
-            matches the beginning of a name (``layer3``, ``.*bias``), a list of names, or a function
-            of the name. Defaults to all that require a gradient. Frozen parameters cannot be
-            selected.
+            matches the beginning of a name (``layer3``, ``.*bias``), a list of names, a function of
+            the name, a module of the model, or its ``parameters()``. Defaults to all that require a
+            gradient. Frozen parameters cannot be selected.
         forward: Takes the model and a batch, returns ``(outputs, target)``. Pass it if batches have
             another form.
         l2: The coefficient :math:`\mu`, like ``weight_decay`` of SGD. It enters loss, gradient,
@@ -91,8 +98,11 @@ class Risk:
             with ``seed`` and kept in memory. A loader with a map-style dataset loads only these
             samples; other data are read once. With ``sharing="own"``, each process draws its part.
         count: Function that takes a batch and returns its number of samples, which is its weight
-            in the mean. Defaults to the length of the first tensor. For a loss that averages over
-            tokens, return the number of tokens that are not ignored.
+            in the mean. For a loss that averages over tokens, return the number of tokens that are
+            not ignored. Defaults to the length of the first tensor. If the loss is a cross-entropy
+            of torch, or recognized as one, the default weight is the number of labels that are not
+            ignored, or the sum of their class weights, so that the risk does not depend on how the
+            samples are batched.
         precision: Precision of the arithmetic: ``float32``, ``tf32`` or ``float64``. Defaults to
             the dtype of the parameters, or to ``float32`` if they are float16 or bfloat16.
         sharing: For several processes. ``split`` (the default): each process has all data and uses
@@ -120,7 +130,7 @@ class Risk:
         data: Any,
         *,
         batch_norm: BatchNormMode = "eval",
-        params: Selection | None = None,
+        params: ModelSelection | None = None,
         forward: Forward | None = None,
         l2: float = 0.0,
         dropout: Literal["off", "fixed"] = "off",
@@ -159,6 +169,7 @@ class Risk:
         self._reading: dict[str, Any] = {
             "freeze": freeze,
             "count": count if count or loss_fn or forward else self._count_terms,
+            "mass": None if count else self._mass,
             "device": self.space.device,
             "dtype": cast,
             "share": (rank(group), world_size(group)) if sharing == "split" else (0, 1),
@@ -199,11 +210,26 @@ class Risk:
         own = self.adapter.own
         return num_rows(batch) if own is None or not own.tokens else own.num_terms(batch["labels"])
 
+    def _mass(self, batch: Batch) -> float | None:
+        """Return what cross-entropy divides by: the labels that count, by the weights of classes.
+
+        ``None`` for other losses, which are means over samples.
+        """
+        target = self.adapter.target(batch)
+        # On the CPU, where a label out of range raises. A later check has a better message.
+        target = target.cpu() if isinstance(target, Tensor) else target
+        mass, _ = attempt(lambda: term_mass(self.loss_fn, target), *UNSUITABLE)
+        return None if mass is None else float(mass)
+
     def _read(self, data: Any, batch_size: int | None, **first: Any) -> None:
         """Read the batches, and count their samples over all processes."""
         self._batches = Batches(data, batch_size=batch_size, **self._reading, **first)
-        total = torch.tensor(sum(self._batches.sizes), device=self.space.device)
-        self.num_samples = int(all_sum(total, self.group) if self.sharing == "own" else total)
+        totals = [float(sum(self._batches.sizes)), sum(self._batches.masses)]
+        total = torch.tensor(totals, dtype=torch.float64, device=self.space.device)
+        samples, self._total = (
+            all_sum(total, self.group) if self.sharing == "own" else total
+        ).tolist()
+        self.num_samples = int(samples)
         self._mask_shapes: dict[Any, list[tuple[tuple[int, ...], float]]] = {}
         self._first = 0  # index of the first batch, from which dropout masks are seeded
 
@@ -415,7 +441,10 @@ class Risk:
                 that are not ignored, so that their mean is the loss of the batch.
         """
         if alone not in self._sample_gaps:
-            self._sample_gaps[alone] = _sample_gap(self, alone)
+            # Class weights, and numbers of labels if samples stand alone, must not weight samples.
+            uneven = not self._batches.even and (alone or known_loss(self.loss_fn) is None)
+            labels = f"{NOT_A_MEAN}: batches are weighted by their labels ({CAUSES})"
+            self._sample_gaps[alone] = labels if uneven else sample_gap(self, alone)
         return self._sample_gaps[alone]
 
     def require_sample_mean(self, *, alone: bool) -> None:
@@ -444,7 +473,7 @@ class Risk:
             if not self._batches.held:
                 self._check_labels(index, batch)
             context = self.context(constants, index, batch)
-            yield index, context, self.batch_sizes[index] / self.num_samples
+            yield index, context, self._batches.masses[index] / self._total
 
     def context(self, constants: Params, index: int, batch: Batch) -> Context:
         """Return a batch together with the constants and dropout masks that its loss depends on."""
@@ -459,7 +488,11 @@ class Risk:
         if self.batch_norm != "recomputed":
             return self._constants
         if self._statistics is None:
-            weighted = ((context, weight) for _, context, weight in self.contexts(self._constants))
+            # Statistics are those of samples: labels that the loss ignores count as well.
+            weighted = (
+                (context, float(self.batch_sizes[index]))
+                for index, context, _ in self.contexts(self._constants)
+            )
             # The modes are those of products, except that batch norm uses batch statistics.
             statistics = evaluating(self.adapter, batch_statistics=True)
             with modes.outside_inference(), self.settings(), statistics:
@@ -539,8 +572,9 @@ class Risk:
 
     def _on_batches(self, batches: list[Batch]) -> "Risk":
         other = self._changed(sharing="none", shared=self.shared)
-        other._batches = Batches(batches, device=self.theta.device, count=self._batches.count)
-        other.num_samples = sum(other.batch_sizes)
+        counts: Any = {name: self._reading[name] for name in ("count", "mass")}
+        other._batches = Batches(batches, device=self.theta.device, **counts)
+        other.num_samples, other._total = sum(other.batch_sizes), sum(other._batches.masses)
         if self.batch_norm == "recomputed":
             # The statistics are recomputed from all data, not from this part of them.
             other.batch_norm, other._constants = "eval", self.constants()
@@ -592,7 +626,7 @@ def _inspect_first_batch(risk: Risk) -> Any:
             try:
                 with FormulaDetector() as noted:
                     outputs, target = risk.evaluate(risk.params, context)
-            except RuntimeError as error:  # the shape or dtype of the inputs, as a rule
+            except (RuntimeError, IndexError) as error:  # the shape or dtype of the inputs
                 error.args = (inputs_error(index, batch, risk.theta.dtype, error),)
                 raise
             risk._formulas = noted.used
@@ -607,11 +641,24 @@ def _inspect_first_batch(risk: Risk) -> Any:
                 call = partial(losses.output_hessian, risk.loss_fn, outputs, target, vector)
                 curvature, problem = attempt(partial(call, reverse=True), *UNSUITABLE)
                 risk.linear_loss = not problem and not bool(curvature.any())
+            if context.masks == []:
+                raise ValueError(
+                    "dropout='fixed' needs dropout layers, but the model calls none; functional "
+                    "dropout and dropout inside attention and recurrent layers stay off"
+                )
             first = risk.adapter.loss(outputs, target)
             again = risk.batch_loss(risk.params, context)
         losses.check_loss(first, index)
         if known is None:
-            _check_not_sum(risk, context, index)
+            check_not_sum(risk, context, index)
+        if risk.loss_fn is not None:
+            with risk.settings():
+                if known is None:
+                    check_outputs_suffice(risk, outputs, target)
+                # A user-defined forward alone knows the labels of a batch.
+                counted = risk._reading["count"] or risk._mass(batch) is not None
+                if risk.num_batches > 1 and not counted:
+                    warn_if_batches_matter(risk, outputs, target, context.size)
         gap = abs(float(first) - float(again))
         if not is_below(gap, 100 * torch.finfo(risk.theta.dtype).eps * abs(float(first))):
             raise ValueError(
@@ -620,81 +667,3 @@ def _inspect_first_batch(risk: Risk) -> Any:
             )
         return outputs[:1] if isinstance(outputs, Tensor) and outputs.ndim > 1 else None
     return None
-
-
-def _check_not_sum(risk: Risk, context: Context, index: int) -> None:
-    """Raise if the loss of a few samples doubles when each sample is repeated, as a sum does."""
-    if not risk.separable or context.masks is not None:
-        return
-    few = torch.arange(min(4, context.size), device=risk.theta.device)
-
-    def loss(repeats: int) -> float:
-        batch = take_rows(context.batch, few.repeat(repeats), context.size)
-        return float(risk.batch_loss(risk.params, replace(context, batch=batch)))
-
-    with torch.no_grad(), risk.settings():
-        # The calls fail for a model that accepts a single batch size only.
-        values, _ = attempt(lambda: (loss(1), loss(2)), *UNSUITABLE)
-    once, twice = values or (0.0, 0.0)
-    losses.check_not_doubled(once, twice, index)
-
-
-def _sample_gap(risk: Risk, alone: bool) -> str:
-    """Compare the derivative of the loss of each batch with the mean over its samples.
-
-    Derivatives are compared instead of losses, because class weights and ignored labels may change
-    the loss very little.
-    """
-    if alone and not risk.separable:
-        return "the samples of a batch depend on each other through batch norm in train mode"
-    for index, context, _ in risk.contexts():
-        size = context.size
-        with torch.no_grad(), risk.settings():
-            outputs, target = risk.evaluate(risk.params, context)
-            by_row = risk.loss_fn is not None and is_rows(outputs, size)
-            if not by_row and not alone:
-                shape = getattr(outputs, "shape", None)
-                got = type(outputs).__name__ if shape is None else tuple(shape)
-                return f"outputs must have a row for each of {size} samples, got {got}"
-            if alone and not any(is_rows(leaf, size) for leaf in tensors(context.batch)):
-                return f"data must have one row for each of {size} samples, unlike batch {index}"
-            gaps = []
-            if alone and by_row and size > 1:
-                # The outputs of half a batch must not depend on the other half.
-                half = slice(0, size // 2)
-                apart = risk.evaluate(risk.params, context.rows(half))[0]
-                gaps.append(("outputs", apart - outputs[half], float(outputs.norm())))
-            pair = _gap_by_outputs(risk, outputs, target, alone) if by_row else None
-            # Without rows, or if vmap cannot evaluate the loss, gradients are compared.
-            gaps.append(("derivatives", *(pair or _gap_by_gradients(risk, context))))
-        for name, difference, scale in gaps:
-            gap = float(difference.norm())
-            if not math.isfinite(gap):
-                risk.diagnose()
-            # The tolerance is 1.5e-7 in float64 and 3e-3 in float32. In the cases that were
-            # measured, class weights, masks and ignored labels changed derivatives by 28 % or more.
-            if not is_below(gap, 10 * math.sqrt(torch.finfo(risk.theta.dtype).eps) * scale):
-                return (
-                    f"{NOT_A_MEAN}: {name} of norm {scale:.2g} differ by {gap:.2g} in batch {index}"
-                )
-    return ""
-
-
-def _gap_by_outputs(
-    risk: Risk, outputs: Tensor, target: Any, alone: bool
-) -> tuple[Tensor, float] | None:
-    """Return the difference of the derivatives in the outputs, and their norm, or ``None``."""
-    whole = grad(lambda point: risk.adapter.loss(point, target))(outputs)
-    call = partial(losses.mean_slope, risk.loss_fn, outputs, target, alone=alone)
-    mean, problem = attempt(call, *(UNSUITABLE if alone else ()))
-    return None if problem else (whole - mean, float(whole.norm()))
-
-
-def _gap_by_gradients(risk: Risk, context: Context) -> tuple[Tensor, float]:
-    """Return the batch gradient minus the mean sample gradient, and the size of the latter."""
-    whole, mean, square = risk.batch_gradient(context)[0], torch.zeros_like(risk.theta), 0.0
-    for row in range(context.size):
-        gradient = risk.batch_gradient(context.rows(slice(row, row + 1)))[0]
-        mean.add_(gradient, alpha=1 / context.size)
-        square += float(gradient.double().square().sum()) / context.size
-    return whole - mean, math.sqrt(square)

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ritz._core.attempts import UNSUITABLE, attempt
 from ritz._core.batches import is_rows
 from ritz._core.checks import is_below
 from ritz._core.modes import recording
 from ritz.curvature import _module_gradients as rules
-from ritz.curvature._losses import known_loss
-from ritz.curvature._modes import UNSUITABLE, attempt
+from ritz.curvature._losses import known_loss, layout_advice
 from ritz.curvature._module_gradients import (
     Call,
     full_name,
@@ -295,6 +295,7 @@ def root_columns(risk: Risk) -> Columns:
         raise ValueError(
             "loss_fn must be cross_entropy, binary_cross_entropy_with_logits or mse_loss without "
             f"class weights, whose Hessians are known, got {risk.loss_fn}"
+            f"{layout_advice(risk.loss_fn)}"
         )
     return lambda index, full: known.root(full.outputs.detach(), full.target)
 

@@ -26,6 +26,7 @@ from ritz.curvature._losses import (
     check_labels,
     check_reduction,
     check_scores,
+    check_shape,
     is_kept,
     known_loss,
     losses_alone,

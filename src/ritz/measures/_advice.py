@@ -220,7 +220,7 @@ def advise(
     advice = Advice(
         batch_sizes=sizes,
         prediction=prediction,
-        bulk=bulk_edge(run, variance=prediction.variance, batch_size=risk.num_samples),
+        bulk=bulk_edge(run, variance=prediction.variance, batch_size=prediction.num_samples),
         smallest=_smallest(run),
         noise=noise,
         sharpness=sharpness,

@@ -273,14 +273,16 @@ def _comparisons(advice: Advice, index: int) -> Iterator[str]:
 
 
 def _head(advice: Advice) -> list[str]:
-    p, outliers = advice.prediction, len(advice.bulk.outliers)
+    p, bulk = advice.prediction, advice.bulk
+    found = f"{len(bulk.outliers)} outliers beyond a bulk of [{bulk.lower:.2g}, {bulk.upper:.2g}]"
+    if math.isnan(bulk.lower):
+        found = "all Ritz values are single eigenvalues, without a bulk"
     name = NAMES[advice.optimizer]
     with_momentum = f" ({advice.momentum:g})" if advice.momentum else ""
     return [
         f"Advice for {name}{with_momentum}: {p.matrix} of {p.num_parameters:,} parameters, "
         f"{p.num_samples:,} samples, loss {advice.loss:.4g}",
-        f"  lambda_1 = {_format(p.lambda_max)}, {outliers} outliers beyond a bulk of "
-        f"[{advice.bulk.lower:.2g}, {advice.bulk.upper:.2g}]",
+        f"  lambda_1 = {_format(p.lambda_max)}, {found}",
         f"  noise of the {p.matrix}: P sigma^2 = {_format(p.variance)} in a random direction, "
         f"V(phi_1) = {_format(p.along)} along phi_1",
         f"  gradient: noise scale {_format(advice.noise.simple)}, critical batch size "

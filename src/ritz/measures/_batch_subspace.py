@@ -145,7 +145,7 @@ def project(
         curvature=column_dots(probes, curved).cpu(),
         gaps=gaps,
         mean_leak=_split(basis, mean[:, :k])[1],
-        group_size=groups.batch_sizes[0],
+        group_size=groups.batch_rows[0],
         num_samples=num_samples,
         num_parameters=len(basis),
     )

@@ -37,7 +37,8 @@ class BulkEdge:
     r"""The bulk of a spectrum, and the outliers beyond it.
 
     Attributes:
-        lower: Lower edge :math:`\lambda_-` of the bulk, from the weights of the Ritz values.
+        lower: Lower edge :math:`\lambda_-` of the bulk, from the weights of the Ritz values; NaN if
+            all Ritz values are single eigenvalues, so that there is no bulk.
         upper: Upper edge :math:`\lambda_+`, likewise.
         noise: Lower and upper edge from the law of the noise; NaN if the noise is not known.
         margin: Width of the Tracy-Widom region beyond the edges of the law, including two
@@ -66,7 +67,9 @@ class BulkEdge:
 
     def __str__(self) -> str:
         lines = [f"Bulk of the {self.matrix or 'matrix'} of order {self.dimension:,}"]
-        lines.append(f"  from Ritz weights      [{self.lower:.4g}, {self.upper:.4g}]")
+        none = "none: all Ritz values are single eigenvalues"
+        edges = none if math.isnan(self.lower) else f"[{self.lower:.4g}, {self.upper:.4g}]"
+        lines.append(f"  from Ritz weights      {edges}")
         if not math.isnan(self.margin):
             low, high = self.noise
             lines.append(
@@ -94,10 +97,10 @@ def bulk_edge(
     Three criteria are computed, from the most to the least reliable:
 
     - *Ritz weights*: in a random start vector, a single eigenvalue has the weight :math:`z^2/P`,
-      where :math:`z` is standard normal. The bulk extends from the heaviest Ritz value to either
-      side. It ends before the first Ritz value that is a single eigenvalue: its weight is below
-      :math:`1/P`, or it has converged and its weight is below the 0.999 quantile of
-      :math:`z^2/P`.
+      where :math:`z` is standard normal. A Ritz value is a single eigenvalue if its weight is
+      below :math:`1/P`, or if it has converged and its weight is below the 0.999 quantile of
+      :math:`z^2/P`. The bulk extends from the heaviest other Ritz value to either side, up to the
+      first single eigenvalue. A small matrix, all of whose eigenvalues are found, has no bulk.
     - *Law of the noise*: differences between samples cause a bulk. For homogeneous noise with the
       variance :math:`P \sigma^2` per sample, the bulk is a semicircle of radius
       :math:`2 \sqrt{P \sigma^2 / B}` around the mean eigenvalue. For a sum of ``B`` random
@@ -137,13 +140,18 @@ def bulk_edge(
     # Intersect the intervals of all runs, because an outlier may have a large weight in some of
     # them by chance.
     edges = torch.tensor([_edges(run) for run in runs], dtype=torch.float64)
-    lower, upper = float(edges[:, 0].max()), float(edges[:, 1].min())
+    edges = edges[~edges.isnan().any(1)]
+    none = len(edges) == 0
+    lower, upper = (
+        (math.nan, math.nan) if none else (float(edges[:, 0].max()), float(edges[:, 1].min()))
+    )
     first = runs[0]
     centre, error = _centre(runs, lower, upper)
     low, high, margin = _noise_edges(law, centre, noise, batch_size, first.dimension, level)
     margin += 2 * error  # of the centre of the law
     inside = (first.values >= lower) & (first.values <= upper)
-    outside = ~inside
+    # Without a bulk and without a law of the noise, nothing tells outliers from other values.
+    outside = ~inside & (not none or not math.isnan(margin))
     # If the noise is not known, its edges are NaN and the comparisons are false.
     near = outside & (first.values >= low - margin) & (first.values <= high + margin)
     # Each run estimates tr H / P by sum_k tau_k theta_k.
@@ -171,11 +179,13 @@ def bulk_edge(
 
 
 def _edges(run: Spectrum) -> tuple[float, float]:
-    """Return the Ritz values at the two ends of the bulk of a run."""
+    """Return the Ritz values at the two ends of the bulk of a run, or NaN if it has none."""
     values, counts = run.values, run.weights * run.dimension
-    heaviest = int(counts.argmax())
     # A single eigenvalue has the weight z^2 / P, with mean 1 / P; counts are z^2.
     single = (counts < 1) | ((vector_errors(run) < TUNING.converged) & (counts < TUNING.weight))
+    if bool(single.all()):
+        return math.nan, math.nan
+    heaviest = int(torch.where(single, -1, counts).argmax())
     above = single[heaviest + 1 :].nonzero()[:, 0]
     below = single[:heaviest].nonzero()[:, 0]
     # Without a single eigenvalue on one side, the bulk extends to that end of the spectrum.
@@ -185,9 +195,11 @@ def _edges(run: Spectrum) -> tuple[float, float]:
 
 
 def _centre(runs: Sequence[Spectrum], lower: float, upper: float) -> tuple[float, float]:
-    """Return the mean eigenvalue of the bulk, and its standard error."""
+    """Return the mean eigenvalue of the bulk, or of all without a bulk, and its standard error."""
     values = torch.cat([run.values for run in runs])
-    mass = torch.cat([run.weights for run in runs]) * ((values >= lower) & (values <= upper))
+    mass = torch.cat([run.weights for run in runs])
+    if not math.isnan(lower):
+        mass = mass * ((values >= lower) & (values <= upper))
     mass = mass / mass.sum()
     centre = float(mass @ values)
     # The quadratic form z'Az of a random unit vector has the variance 2 tr (A - c)^2 / n^2.

@@ -25,12 +25,12 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import check_risk, num_correct
 from ritz.measures._groups import random_vectors
-from ritz.spectra import Spectrum
+from ritz.spectra import Eigenpairs, Spectrum
 
 # ------------------------------------------------------------------------------------------
 # Directions in weight space.
 
-Directions = Spectrum | Tensor | Mapping[str, Tensor]
+Directions = Spectrum | Eigenpairs | Tensor | Mapping[str, Tensor]
 
 
 def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
@@ -125,6 +125,8 @@ def named_directions(directions: Directions, risk: Risk) -> dict[str, Tensor]:
         # The Lanczos basis may be stored on the host.
         vectors = ritz_directions(directions)
         named = {name: vector.to(risk.theta.device) for name, vector in vectors.items()}
+    elif isinstance(directions, Eigenpairs):
+        named = _eigenvectors(directions, risk)
     elif isinstance(directions, Mapping):
         named = dict(directions)
     elif isinstance(directions, Tensor):
@@ -137,11 +139,25 @@ def named_directions(directions: Directions, risk: Risk) -> dict[str, Tensor]:
         named = {f"direction {k + 1}": column for k, column in enumerate(columns.unbind(1))}
     else:
         kind = type(directions).__name__
-        raise TypeError(f"directions must be a Spectrum, a tensor or a dictionary, got {kind}")
+        raise TypeError(
+            f"directions must be a Spectrum, Eigenpairs, a tensor or a dictionary, got {kind}"
+        )
     if not named:
         raise ValueError("directions must have at least one direction, got none")
     for name, direction in named.items():
         check_direction(name, direction, risk)
+    return named
+
+
+def _eigenvectors(pairs: Eigenpairs, risk: Risk) -> dict[str, Tensor]:
+    """Return the eigenvectors by the names of their eigenvalues, the largest first."""
+    if pairs.vectors is None:
+        raise ValueError("directions must have vectors, got eigenpairs with vectors=False")
+    named: dict[str, Tensor] = {}
+    columns = pairs.vectors.to(risk.theta.device).unbind(1)
+    for value, column in reversed(list(zip(pairs.values.tolist(), columns, strict=True))):
+        name = f"eigenvalue {value:.6g}"
+        named[name if name not in named else f"{name} ({len(named) + 1})"] = column
     return named
 
 
@@ -255,8 +271,8 @@ def landscape(
 
     Args:
         risk: The loss at the centre :math:`\theta`; the model is not changed.
-        directions: A spectrum with vectors (see :func:`ritz_directions`), one direction ``(P,)``,
-            several as columns ``(P, k)``, or a dictionary of named directions. See also
+        directions: Eigenpairs, a spectrum with vectors (see :func:`ritz_directions`), one direction
+            ``(P,)``, several as columns ``(P, k)``, or a dictionary of named directions. See also
             :func:`random_direction` and :func:`filter_normalized`.
         distance: Largest :math:`|t|`, in units of the length of each direction. For Ritz vectors
             and random directions, which have unit length, it is a distance in weight space; for

@@ -184,6 +184,11 @@ def sharpness(
     num_steps = check_count("num_steps", num_steps, high=size)
     num_probes = check_count("num_probes", num_probes)
     matrices = _matrices(matrix)
+    if "ggn" in matrices and risk.loss_fn is None:
+        raise ValueError(
+            "matrix must be 'hessian' for a risk with loss_fn=None, since the Gauss-Newton matrix "
+            "needs outputs that are separate from the loss"
+        )
     operator = partial(curvature_operator, engine=engine, block_size=block_size)
     centres = _modes(risk, batch_norm)
     for _, centre in centres:

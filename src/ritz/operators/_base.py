@@ -120,9 +120,11 @@ class LinearOperator(ABC):
         return ScipyOperator(shape=self.shape, dtype=dtype, **products)
 
     def __add__(self, other: "LinearOperator") -> "SumOperator":
+        _refuse_number(other)
         return SumOperator(self, other) if isinstance(other, LinearOperator) else NotImplemented
 
     def __sub__(self, other: "LinearOperator") -> "SumOperator":
+        _refuse_number(other)
         return self + (-other) if isinstance(other, LinearOperator) else NotImplemented
 
     def __mul__(self, factor: float) -> "ScaledOperator":
@@ -131,6 +133,10 @@ class LinearOperator(ABC):
 
     __rmul__ = __mul__
 
+    def __truediv__(self, divisor: float) -> "ScaledOperator":
+        divisor = as_plain(divisor)
+        return self * (1 / divisor) if isinstance(divisor, int | float) else NotImplemented
+
     def __neg__(self) -> "ScaledOperator":
         return -1.0 * self
 
@@ -138,6 +144,14 @@ class LinearOperator(ABC):
         dtype = str(self.dtype).removeprefix("torch.")
         parts = [f"{self.shape[0]:,} x {self.shape[1]:,}", dtype, str(self.device), self._detail]
         return f"{type(self).__name__}({', '.join(filter(None, parts))})"
+
+
+def _refuse_number(other: Any) -> None:
+    if isinstance(as_plain(other), int | float):
+        raise TypeError(
+            "a number cannot be added to an operator, as it may mean A + c I or A + c in every "
+            "entry: the first is ritz.operators.ShiftedOperator(op, c)"
+        )
 
 
 def check_symmetric(

@@ -76,7 +76,7 @@ class FunctionOperator(LinearOperator):
             product = torch.stack([self.function(column) for column in block.T], dim=1)
         if not isinstance(product, Tensor) or product.shape != block.shape:
             got = tuple(product.shape) if isinstance(product, Tensor) else type(product).__name__
-            raise ValueError(f"{self._detail} must return {tuple(block.shape)}, got {got}")
+            raise ValueError(f"{self._detail} must return a tensor {tuple(block.shape)}, got {got}")
         product = product.detach()  # a product by autograd may still have its graph
         # The function may return its argument, but callers may modify the product in place.
         shared = product.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
@@ -133,6 +133,8 @@ def as_operator(x: OperatorLike) -> LinearOperator:
 def _from_numpy(x: "np.ndarray[Any, Any]") -> Tensor:
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError("matrix must have no mask, got a masked array: use its method filled")
+    if x.dtype.kind in "biu":
+        raise TypeError(f"matrix must be float32 or float64, got {x.dtype}: convert with astype")
     native = x.astype(x.dtype.newbyteorder("="), copy=False)
     try:
         return torch.from_numpy(np.require(native, requirements=["C", "W"]))

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal, final, get_args
+from typing import Any, Literal, final, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ritz._core.batches import as_tensor
 from ritz._core.checks import check_choice, check_finite, check_range, check_tensor
 from ritz.operators._base import LinearOperator
 
@@ -18,7 +20,9 @@ LARGE_TILE = 4096  # the same on other devices, where a tile must keep all cores
 
 @final
 class KernelOperator(LinearOperator):
-    r"""The covariance :math:`K_{ij} = s^2 k(r_{ij}) + \sigma^2 \delta_{ij}` of points.
+    r"""The covariance of points: ``outputscale`` times a kernel, plus ``noise`` on the diagonal.
+
+    .. math:: K_{ij} = s^2 k(r_{ij}) + \sigma^2 \delta_{ij}
 
     Here :math:`r_{ij} = \|(x_i - x_j)/\ell\|`, and :math:`k(r)` is :math:`e^{-r^2/2}`
     (``squared_exponential``), :math:`e^{-r}` (``matern12``),
@@ -36,10 +40,10 @@ class KernelOperator(LinearOperator):
     it. :meth:`cross` and :meth:`matrix` return stored matrices, which can be differentiated.
 
     Args:
-        points: :math:`x`, ``(n, d)``.
+        points: :math:`x`, ``(n, d)``, a tensor or NumPy array.
         kernel: ``squared_exponential`` (the default), ``matern12``, ``matern32`` or ``matern52``.
         lengthscale: :math:`\ell`, one number or ``(d,)``. Defaults to 1.
-        outputscale: :math:`s^2`. Defaults to 1.
+        outputscale: The variance :math:`s^2`. Defaults to 1.
         noise: The variance :math:`\sigma^2` of the noise. Defaults to 0.
 
     Attributes:
@@ -49,13 +53,14 @@ class KernelOperator(LinearOperator):
 
     def __init__(
         self,
-        points: Tensor,
+        points: "Tensor | np.ndarray[Any, Any]",
         *,
         kernel: Kernel = "squared_exponential",
         lengthscale: float | Tensor = 1.0,
         outputscale: float | Tensor = 1.0,
         noise: float | Tensor = 0.0,
     ) -> None:
+        points = as_tensor(points)
         if points.ndim != 2:
             raise ValueError(f"points must be (n, d), got {tuple(points.shape)}")
         # At 32 columns, evaluating a tile costs no more than multiplying with it.

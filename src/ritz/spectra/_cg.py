@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ritz._core.batches import as_tensor
 from ritz._core.blocks import column_dots
 from ritz._core.checks import check_count, check_finite, check_range, check_tensor, is_below
 from ritz._core.progress import Progress, tracking
@@ -45,7 +48,7 @@ class Solution(HasStatus):
 
 def solve(
     op: OperatorLike,
-    b: Tensor,
+    b: "Tensor | np.ndarray[Any, Any]",
     *,
     rtol: float | None = None,
     atol: float = 0.0,
@@ -65,7 +68,7 @@ def solve(
 
     Args:
         op: Symmetric positive definite :math:`A`, ``(n, n)``.
-        b: Right-hand sides, ``(n,)`` or ``(n, k)``.
+        b: Right-hand sides, ``(n,)`` or ``(n, k)``, a tensor or NumPy array.
         rtol: Residual to reach, relative to the norm of ``b``. Defaults to the square root of
             machine precision.
         atol: Absolute residual to reach.
@@ -84,6 +87,7 @@ def solve(
     """
     op = as_operator(op)
     n = op.shape[0]
+    b = as_tensor(b)
     check_tensor("b", b, dtype=op.dtype, device=op.device, rows=n)
     check_finite("b", b)
     rtol = torch.finfo(op.dtype).eps ** 0.5 if rtol is None else rtol

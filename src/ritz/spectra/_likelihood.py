@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ritz._core.batches import as_tensor
 from ritz._core.blocks import column_dots
 from ritz._core.checks import check_choice, check_finite, check_tensor
 from ritz._core.progress import Progress
@@ -39,7 +41,7 @@ LikelihoodMethod = Literal["auto", "cholesky", "krylov", "lanczos"]
 
 def log_likelihood(
     op: OperatorLike,
-    y: Tensor,
+    y: "Tensor | np.ndarray[Any, Any]",
     *,
     method: LikelihoodMethod = "auto",
     num_products: int = 1500,
@@ -65,7 +67,7 @@ def log_likelihood(
 
     Args:
         op: Positive definite :math:`K`, ``(n, n)``.
-        y: Observations ``(n,)``.
+        y: Observations ``(n,)``, a tensor or NumPy array.
         method: Method for the log determinant; ``cholesky`` factors the matrix for all terms.
         num_products: Maximum number of products for the log determinant.
         num_probes: Number of random vectors, for the log determinant and for its gradient.
@@ -92,6 +94,7 @@ def log_likelihood(
     """
     op = as_operator(op)
     check_choice("method", method, ("auto", "cholesky", "krylov", "lanczos"))
+    y = as_tensor(y)
     check_tensor("y", y, dtype=op.dtype, device=op.device, rows=op.shape[0])
     check_finite("y", y)
     if y.ndim != 1:

@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import ceil
-from typing import Any, final
+from typing import Any, NoReturn, final
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -21,6 +19,7 @@ from torch.utils.data import (
 from ritz._core.batches import (
     Batch,
     common_rows,
+    from_arrays,
     is_tensors,
     num_rows,
     take_rows,
@@ -357,7 +356,7 @@ def as_parts(data: Any) -> DataParts:
             loader, a list of batches, an object with ``batches``, or a function
             ``epoch -> batches``. A tuple of tensors or arrays is always ``(inputs, targets)``.
     """
-    data = _to_tensors(data)
+    data = from_arrays(data)
     known: dict[str, Any] = {}
     if hasattr(data, "train") and not isinstance(data, Mapping):
         parts = {name: getattr(data, name, None) for name in PARTS}
@@ -382,9 +381,17 @@ def as_parts(data: Any) -> DataParts:
     return DataParts(**plain, **(known or _guess_shape(plain["train"])))
 
 
+def refuse_batch_size(value: Any) -> NoReturn:
+    """Raise because data that come in batches have their own batch size."""
+    raise ValueError(
+        f"batch_size must not be passed for data in batches, such as a DataLoader, got {value}: "
+        "set it where the batches are made, or pass tensors or a dataset"
+    )
+
+
 def as_part(part: Any, name: str) -> Any:
     """Return a part as a tuple of tensors, an object with ``batches``, or batches."""
-    part = _to_tensors(part)
+    part = from_arrays(part)
     if isinstance(part, TensorDataset):
         part = part.tensors
     # A list of batches holds tuples or dictionaries, so a list of tensors is (inputs, targets).
@@ -419,21 +426,6 @@ def as_part(part: Any, name: str) -> Any:
         f"{name} data must be (inputs, targets), both tensors or arrays, a dataset, a "
         f"loader, or have batches(), got {kind}"
     )
-
-
-def _to_tensors(data: Any) -> Any:
-    """Return data with tensors in place of NumPy arrays."""
-
-    def convert(array: Any) -> Tensor:
-        try:
-            # NumPy copies only if necessary: torch refuses negative strides and read-only memory.
-            return torch.from_numpy(np.require(array, requirements=["C", "W"]))
-        except TypeError as error:
-            raise TypeError(
-                f"data must have a numeric dtype of torch, got an array of {array.dtype}"
-            ) from error
-
-    return tree_map_only(np.ndarray, convert, data)
 
 
 def _guess_shape(train: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """``evaluate``: mean loss and accuracy of a model on data."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,9 +8,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ritz._core.batch_norm import evaluating
-from ritz._core.batches import tensors
+from ritz._core.batches import as_one_batch, split_rows, tensors
 from ritz._core.checks import check_count
-from ritz.curvature._shared import Adapter, Forward, check_labels, check_scores
+from ritz.curvature._shared import (
+    Adapter,
+    Forward,
+    check_labels,
+    check_reduction,
+    check_scores,
+    check_shape,
+)
 from ritz.training._data import own_rows
 from ritz.training._recurrent import call_model, carried_state, overwrite
 from ritz.training._step import Totals, autocast
@@ -19,7 +26,7 @@ from ritz.training._step import Totals, autocast
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Any,
     *,
     loss_fn: Callable[..., Any] | None = cross_entropy,
     forward: Forward | None = None,
@@ -35,7 +42,8 @@ def evaluate(
 
     Args:
         model: Any module.
-        batches: Batches on the device of the model, each ``(*inputs, target)`` or a dictionary.
+        batches: Batches on the device of the model, each ``(*inputs, target)`` or a dictionary; or
+            all samples as a tuple or dictionary of tensors or arrays.
         loss_fn: Mean loss of outputs and target; ``None`` if the model returns its loss.
         forward: Takes the model and a batch and returns ``(outputs, target)``, for other batches.
         precision: ``float32``, ``tf32``, ``bfloat16`` or ``float16``; the last two use autocast.
@@ -47,7 +55,11 @@ def evaluate(
     """
     if top_k is not None:
         top_k = check_count("top_k", top_k)
+    check_reduction(loss_fn)
     adapter = Adapter(model, loss_fn, forward)
+    whole = as_one_batch(batches)
+    if whole is not None:
+        batches = split_rows(whole, 512)
     wanted = getattr(batches, "consecutive", False) if carry_state is None else carry_state
     carried, totals = carried_state(adapter, wanted=wanted), None
     with evaluating(model, batch_statistics=False):
@@ -62,6 +74,7 @@ def evaluate(
                 check_scores(adapter.loss_fn.call, outputs, target, "batches")
                 check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
                 loss = adapter.loss(outputs, target)
+                check_shape(loss, "a batch")
             overwrite(state, after)
             totals.add(adapter, rows, loss, outputs, target)
     if totals is None:

@@ -44,7 +44,8 @@ class CurvatureMonitor:
 
     Args:
         source: A fixed subset of the data, in any form that :class:`ritz.Risk` accepts; or a
-            function that takes the model and returns its risk.
+            function that takes the model and returns its risk. With ``max_samples``, all training
+            data, also in a loader that shuffles.
         loss_fn: Mean loss of outputs and target; unused if ``source`` is a function.
         quantities: Quantities to measure; see :func:`quantity_names`. Defaults to ``lambda_max``,
             ``weight_norms``, ``gradient_norm``, ``gradient_variance`` and ``noise_scale``, without
@@ -54,6 +55,8 @@ class CurvatureMonitor:
         matrix: ``hessian`` or ``ggn``.
         batch_norm: ``eval``, ``train`` or ``recomputed``; unused if ``source`` is a function.
         batch_size: Batch size of a sub-sample of tensors.
+        max_samples: Draw a subset of at most this many samples from ``source``, once; unused if
+            ``source`` is a function.
         train_batch_size: Batch size of training, on which ``signal_to_noise`` and the tests of the
             batch size depend. Defaults to the size of the sub-sample.
         count: Takes a batch of the sub-sample and returns its weight, as for :class:`ritz.Risk`;
@@ -74,7 +77,7 @@ class CurvatureMonitor:
             ``fit``, which has a ``writer`` for the training log as well.
     """
 
-    source: Any = field(kw_only=False)
+    source: Any = field(kw_only=False, repr=False)
     loss_fn: Callable[..., Any] | None = cross_entropy
     quantities: Sequence[str] | None = None
     every: int = 1
@@ -82,6 +85,7 @@ class CurvatureMonitor:
     matrix: CurvatureMatrix = "hessian"
     batch_norm: BatchNormMode = "eval"
     batch_size: int | None = None
+    max_samples: int | None = None
     train_batch_size: int | None = None
     count: Callable[[Any], int] | None = None
     rtol: float = 0.01
@@ -106,6 +110,8 @@ class CurvatureMonitor:
         check_range("rtol", self.rtol, low=0.0)
         check_range("epsilon", self.epsilon, low=0.0)
         check_count("num_probes", self.num_probes, low=2)
+        if self.max_samples is not None:
+            check_count("max_samples", self.max_samples)
         check_count("num_bins", self.num_bins, low=4)
         # Bins are merged in pairs when their range doubles.
         if self.num_bins & (self.num_bins - 1):
@@ -241,7 +247,7 @@ class CurvatureMonitor:
             # The same model at another point: nothing is traced again.
             return Snapshot(self, self._memory, risk, self._op.at(risk), optimizer)
         # Only the first process measures, so processes must not share the data.
-        names = ("batch_norm", "batch_size", "count")
+        names = ("batch_norm", "batch_size", "max_samples", "count")
         options: Any = {name: getattr(self, name) for name in names}
         risk = Risk(model, self.loss_fn, self.source, sharing="none", **options)
         return Snapshot(self, self._memory, risk, curvature_operator(risk, self.matrix), optimizer)

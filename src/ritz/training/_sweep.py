@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ritz._core.batches import is_tensors
 from ritz._core.checks import (
     MAX_SEED,
     as_plain,
@@ -30,7 +31,7 @@ from ritz._core.results import Estimate, format_uncertain
 from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, combine
 from ritz.training._checkpoint import FilePath
-from ritz.training._data import PARTS, as_parts, loader_generators
+from ritz.training._data import PARTS, as_parts, loader_generators, refuse_batch_size
 from ritz.training._fit import fit
 from ritz.training._jobs import Compute, run_tasks
 from ritz.training._log import LOG, read_log
@@ -461,7 +462,10 @@ def sweep(
     }
     base = combine(config, {name: options[name] for name in options.keys() - objects.keys()})
     plan = plan_sweep(base, grid, seeds=seeds, folder=folder)
-    return run_plan(plan, _Fit(model, data, objects), max_jobs=max_jobs, metric=metric,
+    task = _Fit(model, data, objects)
+    if "batch_size" in plan.grid and not task.cuts:
+        refuse_batch_size(plan.grid["batch_size"])
+    return run_plan(plan, task, max_jobs=max_jobs, metric=metric,
                     progress=progress)  # fmt: skip
 
 
@@ -471,6 +475,8 @@ class _Fit:
 
     def __init__(self, model: Callable[..., nn.Module], data: Any, objects: Any) -> None:
         self._model, self._data, self._objects = model, as_parts(data), objects
+        # Whether the batch size of training is an option, and not that of a loader.
+        self.cuts = is_tensors(self._data.train) or hasattr(self._data.train, "batches")
         held = (getattr(self._data, part) or objects.get(part) for part in PARTS)
         self._generators = [each for part in held for each in loader_generators(part)]
 

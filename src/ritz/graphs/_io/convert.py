@@ -172,9 +172,14 @@ def _records_or_matrix(x: Any, weights: Any, num_nodes: int | None) -> Any:
         raise TypeError(
             "graph must be a ritz, NetworkX, igraph or sparse graph, a weight matrix, an "
             f"edge_index (2, E), or a path, got {type(x).__name__}"
+            + " (a list of edges as numpy.array(edges).T, or networkx.Graph(edges) if vertices "
+            "have names)" * isinstance(x, list | tuple)
         )
     if len(x.shape) != 2 or x.shape[0] != x.shape[1]:
-        raise ValueError(f"the weight matrix of a graph must be square, got {tuple(x.shape)}")
+        pairs = len(x.shape) == 2 and x.shape[1] == 2 and x.dtype.kind in "iu"
+        advice = ": an edge_index is (2, E), the transpose" if pairs else ""
+        got = f"{tuple(x.shape)}{advice}"
+        raise ValueError(f"the weight matrix of a graph must be square, got {got}")
     if not isinstance(weights, str | None):
         raise ValueError("weights (E,) are for an edge_index (2, E): a matrix holds its weights")
     if num_nodes not in (None, x.shape[0]):

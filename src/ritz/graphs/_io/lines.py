@@ -119,6 +119,7 @@ def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iter
             if head.startswith(magic) and opener is None:
                 raise GraphError(
                     f"{name} is a {kind} file: unpack it first, only gzip, bzip2 and xz are read"
+                    + " (pass scipy.sparse.load_npz(path) for a matrix)" * name.endswith(".npz")
                 )
             if head.startswith(magic):
                 stream = opener(raw)
@@ -271,6 +272,11 @@ class LineReader:
     def _fault(self, words: list[bytes]) -> str | None:
         """Return the reason why a line is invalid, or ``None``."""
         count = len(words)
+        if any(word.startswith(b"{") for word in words[2:]):
+            return (
+                "has attributes in braces, as networkx.write_edgelist writes them: write the graph "
+                "with data=False or networkx.write_weighted_edgelist, or pass the graph itself"
+            )
         if self.columns is not None and count != self.columns:
             return f"has {count} columns, expected {self.columns}"
         if count < 2 or (self.weights and count < 3):
