@@ -52,13 +52,11 @@ class Tuning:
 TUNING = Tuning()
 
 
-def reduction_ratio(before: Risk, after: Risk, predicted: float) -> float | None:
+def reduction_ratio(loss: float, after: Risk, predicted: float) -> float | None:
     """Return the actual over the predicted reduction of a loss. ``None`` if roundoff exceeds it."""
-    if math.isnan(predicted):
-        return -math.inf  # a gradient or a product has overflowed
-    loss = before.loss()
-    if abs(predicted) <= TUNING.resolution * torch.finfo(before.space.dtype).eps * abs(loss):
+    if abs(predicted) <= TUNING.resolution * torch.finfo(after.space.dtype).eps * abs(loss):
         return None
+    # NaN, if a product has overflowed, counts as an increase of the loss.
     return (loss - finite_loss(after)) / predicted if predicted > 0 else -math.inf
 
 
@@ -208,7 +206,7 @@ class Damping:
         self._op = op
         # The quadratic model predicts the reduction -(g'u + u'Gu / 2) for the update u.
         predicted = -float(gradient.double() @ update.double() + 0.5 * (update @ (op @ update)))
-        ratio = reduction_ratio(start, end, predicted)
+        ratio = reduction_ratio(start.loss(), end, predicted)
         for group in self.optimizer.param_groups:
             self._set(group, levenberg_marquardt(float(group["delta"]), ratio))
 
