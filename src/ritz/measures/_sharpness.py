@@ -407,7 +407,7 @@ class Tuning:
     """When an eigenvalue counts as simple and as converged in the run of every probe."""
 
     # Largest sine of the angle from a Ritz vector to its eigenvector. With 1e-3 some cases of
-    # tests/measures/test_outliers.py fail.
+    # tests/measures/test_sharpness_traces.py fail.
     converged: float = 1e-4
     # Allowed roundoff in the component of a probe along a Ritz vector, for a probe with entries of
     # order one.

@@ -1,10 +1,17 @@
+"""The edge of stability, its scaling rules, least damping, and largest rates by trials."""
+
 import math
 
 import pytest
 import torch
+from curvature.networks import seeded
+from measures.quadratics import quadratic, sgd
+from torch import nn
+from torch.nn import functional
 from torch.optim import SGD
 
-from ritz.measures import curvature_ratio, least_damping, stable_rate
+from ritz.curvature import Risk
+from ritz.measures import curvature_ratio, least_damping, stable_rate, trainable_rate
 from ritz.measures._groups import share_of_variance
 from ritz.measures._learning_rates import (
     additive_change,
@@ -233,3 +240,78 @@ def test_the_curvature_ratio_is_that_of_effective_learning_rates():
     assert float(curvature_ratio(top, damping, smallest=bottom)) == pytest.approx(flat / sharp)
     assert float(curvature_ratio(top, 1e-6)) == pytest.approx(1 + top / 1e-6)
     assert float(curvature_ratio(top, math.inf)) == 1
+
+
+# ------------------------------------------------------------------------------------------
+# Largest learning rates by trials.
+
+
+@pytest.mark.parametrize(
+    ("make", "factor"),
+    [(sgd, 2.0), (lambda params, rate: SGD(params, lr=rate, momentum=0.5), 3.0)],
+    ids=["sgd", "momentum"],
+)
+@pytest.mark.parametrize("start", [1e-2, 4.0])
+def test_the_largest_rate_of_a_quadratic_is_the_edge_of_stability(make, factor, start):
+    risk = quadratic([0.2, 5.0])
+
+    found = trainable_rate(risk, make, batch_size=8, start=start, num_steps=120, num_trials=2)
+
+    edge = factor / 5.0
+    assert abs(float(found) / edge - 1) < 0.15
+    assert float(found.truncation) < 0.15 * edge
+
+
+def test_trials_do_not_change_model_or_global_generator():
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+    x, y = torch.randn(64, 3, generator=seeded()), torch.randint(2, (64,), generator=seeded(1))
+    risk = Risk(model, functional.cross_entropy, (x, y))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state, options = torch.get_rng_state(), {"batch_size": 16, "start": 0.1, "num_steps": 5}
+
+    first = trainable_rate(risk, sgd, generator=seeded(2), **options)
+    again = trainable_rate(risk, sgd, generator=seeded(2), **options)
+
+    assert torch.equal(first.mean, again.mean)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_trials_start_at_the_weights_of_the_risk():
+    risk = quadratic([1.0], start=1.0, floor=1.0)
+    # Half of the loss at w = 0.1 is the floor: from there, growth to twice the loss takes longer.
+    near = risk.at(torch.full((1,), 1e-3, dtype=torch.float64))
+
+    far, close = (
+        float(trainable_rate(one, sgd, batch_size=8, start=2.0, num_steps=10, num_trials=2))
+        for one in (risk, near)
+    )
+
+    assert close > 1.2 * far
+
+
+def test_rates_that_never_fail_have_no_limit():
+    risk = quadratic([1e-30, 1e-30])
+
+    found = trainable_rate(risk, sgd, batch_size=8, start=1.0, num_steps=3, num_trials=2)
+
+    assert math.isinf(float(found.truncation))
+    assert found.status.outcome == "uncertain"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be between 1 and 64, got 0"),
+        ({"batch_size": 65}, ValueError, "batch_size must be between 1 and 64, got 65"),
+        ({"start": 0.0}, ValueError, "start must be"),
+        ({"start": math.nan}, ValueError, "start must be"),
+        ({"num_steps": 1}, ValueError, "num_steps must be at least 2"),
+        ({"limit": 0.5}, ValueError, "limit must be at least 1"),
+        ({"make": "sgd"}, TypeError, "make must be a function"),
+    ],
+)
+def test_wrong_arguments_of_trials_are_named(options, error, match):
+    given = {"batch_size": 8, "start": 1.0, "make": sgd} | options
+    with pytest.raises(error, match=match):
+        trainable_rate(quadratic([1.0]), given.pop("make"), **given)
