@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from curvature.noise_cases import (
-    NETWORKS,
-    assert_covariance,
-    expected,
-    make_risk,
-    sample_options,
-)
+from curvature.noise_cases import NETWORKS, assert_covariance, expected, make_risk, sample_options
 
 from ritz.curvature import noise_sample
 from ritz.curvature._noise_kinds import NOISE_KINDS

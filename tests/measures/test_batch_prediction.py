@@ -10,12 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import ritz
 from ritz.curvature import Risk, hessian
-from ritz.measures import (
-    batch_prediction,
-    batch_variance,
-    curvature_variance,
-    measured_batches,
-)
+from ritz.measures import batch_prediction, batch_variance, curvature_variance, measured_batches
 from ritz.measures._batch_subspace import outliers
 from ritz.measures._groups import share_of_variance
 from ritz.spectra import eigenpairs

@@ -1,16 +1,14 @@
-"""The edge of the bulk, outliers, and the overlap of the gradient."""
+"""The edge of the bulk, and outliers."""
 
 import math
 
 import pytest
 import torch
-from curvature.networks import seeded, small
-from torch.nn.functional import cross_entropy
+from curvature.networks import seeded
 
 import ritz
-from ritz.curvature import Risk, ggn, hessian
-from ritz.measures import bulk_edge, gradient_overlap
-from ritz.spectra import eigenpairs, lanczos
+from ritz.measures import bulk_edge
+from ritz.spectra import lanczos
 
 SIZE, SPIKES = 400, (5.0, 3.0, -4.0)
 
@@ -111,57 +109,7 @@ def test_a_negative_mean_has_no_law_of_marchenko_and_pastur():
         bulk_edge(run, batch_size=10, law="marchenko_pastur")
 
 
-@pytest.fixture(scope="module")
-def risk():
-    x = torch.randn(40, 3, generator=seeded(0), dtype=torch.float64)
-    return Risk(small(seed=3), cross_entropy, (x, torch.arange(40) % 3))
-
-
-@pytest.mark.parametrize("matrix", ["hessian", "ggn"])
-def test_overlap_of_the_gradient_is_that_of_the_dense_matrix(risk, matrix):
-    op = {"hessian": hessian, "ggn": ggn}[matrix](risk)
-    values, vectors = torch.linalg.eigh(op.dense())
-    unit = risk.gradient() / risk.gradient().norm()
-
-    found = gradient_overlap(risk, eigenpairs(op, largest=4, rtol=1e-9), matrix=matrix)
-
-    expected = (vectors.T @ unit).square().flip(0)[:4]
-    error = (found.overlaps.mean - expected).abs()
-    assert bool((error <= found.overlaps.truncation + 1e-8).all())
-    torch.testing.assert_close(found.values, values.flip(0)[:4])
-    assert float(found.curvature) == pytest.approx(float(unit @ op.dense() @ unit))
-    assert float(found.share) == pytest.approx(float(expected.sum()), abs=1e-6)
-    assert float(found.explained) == pytest.approx(float(values.flip(0)[:4] @ expected), abs=1e-6)
-    assert "curvature along the gradient" in str(found)
-
-
-def test_a_step_along_the_gradient_is_stable_up_to_two_over_the_curvature(risk):
-    found = gradient_overlap(risk, eigenpairs(hessian(risk), largest=2))
-    gradient, rate = risk.gradient(), 1e-3
-    # L(w - a g) - L(w) = -a |g|^2 (1 - a/2 g'Hg/|g|^2)
-    change = risk.at(risk.theta - rate * gradient).loss() - risk.loss()
-    predicted = -rate * found.gradient_norm**2 * (1 - rate / 2 * float(found.curvature))
-    assert change == pytest.approx(predicted, rel=1e-5)
-
-
-def test_other_directions_and_bad_ones(risk):
-    pairs = eigenpairs(hessian(risk), largest=2)
-    leading = pairs.vectors[:, -1].clone()
-    found = gradient_overlap(risk, pairs, gradient=3 * leading)
-    assert float(found.overlaps.mean[0]) == pytest.approx(1.0, abs=1e-6)
-    assert float(found.curvature) == pytest.approx(float(pairs.values[-1]), rel=1e-5)
-    with pytest.raises(ValueError, match="gradient must not be zero"):
-        gradient_overlap(risk, pairs, gradient=0 * leading)
-    with pytest.raises(ValueError, match="gradient"):
-        gradient_overlap(risk, pairs, gradient=math.nan * leading)
-    with pytest.raises(ValueError, match="pairs must have vectors"):
-        gradient_overlap(risk, eigenpairs(hessian(risk), largest=2, vectors=False))
-
-
-def test_results_are_saved_and_loaded(risk, tmp_path):
-    for result in (
-        bulk_edge(runs(spiked(0)), variance=1.0, batch_size=1),
-        gradient_overlap(risk, eigenpairs(hessian(risk), largest=2)),
-    ):
-        ritz.save(result, tmp_path / "result.safetensors")
-        assert str(ritz.load(tmp_path / "result.safetensors")) == str(result)
+def test_bulk_edges_are_saved_and_loaded(tmp_path):
+    result = bulk_edge(runs(spiked(0)), variance=1.0, batch_size=1)
+    ritz.save(result, tmp_path / "result.safetensors")
+    assert str(ritz.load(tmp_path / "result.safetensors")) == str(result)

@@ -10,13 +10,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import ritz
 from ritz.curvature import Risk, hessian
-from ritz.measures import (
-    calibrated_sharpness,
-    excess_risk,
-    fold_batch_norm,
-    scaled,
-    temperature,
-)
+from ritz.measures import calibrated_sharpness, excess_risk, fold_batch_norm, scaled, temperature
 
 
 def identity(classes):

@@ -11,9 +11,7 @@ from torch.nn import functional
 
 from ritz._core.batches import split_labels, tensors
 from ritz._core.checks import is_below
-from ritz._core.cross_entropy import (
-    is_large,
-)
+from ritz._core.cross_entropy import is_large
 from ritz.curvature._losses import (
     FORWARD,
     LossFunction,

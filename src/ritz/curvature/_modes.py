@@ -14,7 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ritz._core.batch_norm import evaluating
 from ritz._core.modes import Precision, arithmetic
-from ritz.curvature._formulas import Formulas, constant_statistics, needs_formulas
+from ritz.curvature._replaced_functions import (
+    ReplacedFunctions,
+    constant_statistics,
+    needs_replacement,
+)
 
 # ------------------------------------------------------------------------------------------
 # The modes of model and torch in which derivatives of every order exist.
@@ -28,7 +32,7 @@ def product_modes(
     precision: Precision | None,
     device: torch.device,
     constant: bool = False,
-    formulas: bool = False,
+    replace: bool = False,
 ) -> Iterator[None]:
     """Set the modes of model and torch in which the model is differentiated in the block.
 
@@ -38,8 +42,8 @@ def product_modes(
         precision: Precision of the arithmetic.
         device: Device of the parameters.
         constant: Derivatives treat the statistics of a batch as constants.
-        formulas: Replace operations by those of ``_formulas.py``. This takes a third of the time of
-            a small gradient, so it is done only if the model needs it.
+        replace: Replace functions of torch by those of ``_replaced_functions.py``. This takes a
+            third of the time of a small gradient, so it is done only if the model needs it.
     """
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
@@ -61,8 +65,8 @@ def product_modes(
             nested = config.error_on_nested_fx_trace
             stack.callback(setattr, config, "error_on_nested_fx_trace", nested)
             config.error_on_nested_fx_trace = False
-        if formulas or any(map(needs_formulas, model.modules())):
-            stack.enter_context(Formulas())
+        if replace or any(map(needs_replacement, model.modules())):
+            stack.enter_context(ReplacedFunctions())
         if constant:
             stack.enter_context(constant_statistics())
         yield

@@ -23,7 +23,6 @@ from ritz._core.modes import arithmetic, recording
 from ritz._core.random import epoch_generator
 from ritz.curvature import _module_gradients as rules
 from ritz.curvature._adapter import Adapter
-from ritz.curvature._formulas import constant_statistics
 from ritz.curvature._kfac import BlockRoot, LayerSums, block_root, times_root
 from ritz.curvature._losses import KnownLoss, as_likelihood
 from ritz.curvature._module_gradients import Call, full_name, hooks_on_calls, owners
@@ -34,6 +33,7 @@ from ritz.curvature._noise_kinds import (
     random_signs,
     sign_columns,
 )
+from ritz.curvature._replaced_functions import constant_statistics
 from ritz.curvature._risk import Risk, require_outputs
 from ritz.curvature._sample_gradients import TUNING, structure_plan
 

@@ -17,14 +17,10 @@ from torch.nn.modules.conv import _ConvNd
 from ritz._core import cross_entropy
 from ritz._core.batches import tensors
 from ritz._core.checks import check_choice, check_count, is_below
-from ritz._core.modes import (
-    arithmetic,
-    differentiable,
-    searched_convolutions,
-)
-from ritz.curvature._formulas import written_out_recurrence
+from ritz._core.modes import arithmetic, differentiable, searched_convolutions
 from ritz.curvature._modes import attempt, first_line, without_warnings_of_torch
 from ritz.curvature._parameters import Context, Params
+from ritz.curvature._replaced_functions import written_out_recurrence
 from ritz.curvature._risk import Risk
 from ritz.curvature._tracing import GuardError, Linearization, Primal, nbytes, signature
 

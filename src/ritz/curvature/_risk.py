@@ -39,10 +39,10 @@ from ritz.curvature import _losses as losses
 from ritz.curvature import _parameters as parameters
 from ritz.curvature._adapter import Adapter, Forward, inputs_error, recognized_loss
 from ritz.curvature._batches import Batches, move_batch
-from ritz.curvature._formulas import FormulaDetector
 from ritz.curvature._losses import LossFunction, check_labels, known_loss
 from ritz.curvature._modes import UNSUITABLE, attempt, product_modes
 from ritz.curvature._parameters import Context, Params, Selection
+from ritz.curvature._replaced_functions import FunctionDetector
 
 Sharing = Literal["split", "own", "none"]
 NOT_A_MEAN = "the loss of a batch must be the mean of the losses of its samples, but it is not"
@@ -149,7 +149,7 @@ class Risk:
         self.sharing, self.group, self.precision = sharing, group, precision
         self.warned: list[str] = []  # shared with all risks derived from this one
         self._written: list[str] = []  # buffers that the model writes to, such as counters
-        self._formulas = False  # whether operations are replaced by those of _formulas.py
+        self._replaces = False  # whether functions of torch are replaced by formulas
         self._constant = False  # whether derivatives treat batch statistics as constants
         self.adapter = Adapter(model, loss_fn, forward)
         self.space, self.theta, self._constants, cast = parameters.copy_state(
@@ -479,7 +479,7 @@ class Risk:
             precision=self.precision,
             device=self.theta.device,
             constant=self._constant,
-            formulas=self._formulas,
+            replace=self._replaces,
         )
 
     def diagnose(self) -> None:
@@ -577,7 +577,7 @@ def _inspect_first_batch(risk: Risk) -> Any:
     """Evaluate one batch twice, and raise unless both losses are the same finite number.
 
     Also restores buffers that the model wrote to, and sets what the first call shows: whether
-    operations need formulas, and whether the loss is linear in the outputs.
+    functions of torch must be replaced, and whether the loss is linear in the outputs.
 
     Returns:
         The outputs of one sample, or ``None`` if the outputs are not a tensor.
@@ -590,12 +590,12 @@ def _inspect_first_batch(risk: Risk) -> Any:
         context = risk.context(risk.constants(), index, batch)
         with torch.no_grad(), risk.settings():
             try:
-                with FormulaDetector() as noted:
+                with FunctionDetector() as noted:
                     outputs, target = risk.evaluate(risk.params, context)
             except RuntimeError as error:  # the shape or dtype of the inputs, as a rule
                 error.args = (inputs_error(index, batch, risk.theta.dtype, error),)
                 raise
-            risk._formulas = noted.used
+            risk._replaces = noted.used
             if not torch.equal(risk.theta, before):
                 raise ValueError("model must not change its parameters: does it use max_norm?")
             risk._written = parameters.restore_buffers(risk.model, risk._constants)

@@ -18,9 +18,7 @@ from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, check_risk
 from ritz.measures._advice_numbers import AdviceNumbers, trainable_rates, unknown
 from ritz.measures._advice_result import Advice, advice_sentence, advice_warnings
-from ritz.measures._batch_prediction import (
-    batch_prediction,
-)
+from ritz.measures._batch_prediction import batch_prediction
 from ritz.measures._bulk_edge import bulk_edge
 from ritz.measures._critical_sharpness import critical_sharpness
 from ritz.measures._gradients import noise_of

@@ -14,17 +14,10 @@ from ritz._core.checks import is_below
 from ritz._core.results import Estimate, format_uncertain
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.measures._batch_prediction import (
-    BatchPrediction,
-    bracketed,
-    homogeneity,
-)
+from ritz.measures._batch_prediction import BatchPrediction, bracketed, homogeneity
 from ritz.measures._bulk_edge import BulkEdge
 from ritz.measures._gradients import GradientNoise
-from ritz.measures._learning_rates import (
-    ADAPTIVE,
-    stable_rate,
-)
+from ritz.measures._learning_rates import ADAPTIVE, stable_rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.blocks import column_dots, inner_products
-from ritz._core.checks import (
-    check_count,
-    is_below,
-)
+from ritz._core.checks import check_count, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.propagation import propagate
 from ritz._core.random import resolve_generator

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from ritz._core.checks import check_choice, check_range
 from ritz.optim._adaptive_update import Buffers, CompiledStep, Form, Number, Rule, update
 from ritz.optim._averaging import IterateAverage
-from ritz.optim._state import check_shape, listed
+from ritz.optim._state_tensors import check_shape, listed
 
 # ------------------------------------------------------------------------------------------
 # The base class of the adaptive optimisers: checks, state, and the step.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, _default_to_fused_or_foreach
 
-from ritz.optim._state import local
+from ritz.optim._state_tensors import local
 
 Form: TypeAlias = Literal["inside", "outside", "published"]
 Number: TypeAlias = float | Tensor

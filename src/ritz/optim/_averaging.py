@@ -16,7 +16,7 @@ from ritz._core.checks import check_choice, check_count, check_range, check_type
 from ritz._core.distributed import reshard, unwrapped
 from ritz._core.params import check_optimizer
 from ritz._core.training_config import PatienceRule
-from ritz.optim._state import NEVER, StateTensors, local, owners
+from ritz.optim._state_tensors import NEVER, StateTensors, local, owners
 
 # ------------------------------------------------------------------------------------------
 # Tail, exponential and Polyak averages.

@@ -21,7 +21,7 @@ from ritz._core.training_config import DampingRule
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance, shrinkage
-from ritz.optim._curvature import finite_loss, optimizer_risk
+from ritz.optim._curvature_optimizer import finite_loss, optimizer_risk
 from ritz.spectra import lanczos, trace
 
 RULES = get_args(DampingRule)

@@ -11,8 +11,8 @@ from ritz.curvature import CurvatureOperator, Risk
 from ritz.measures import stable_rate
 from ritz.measures._shared import divisors, scaled_operator
 from ritz.optim._adaptive import DampedAdamW, Gadam, GadamX, Padam, PadamW
-from ritz.optim._reading import decoupled, learning_rate
 from ritz.optim._spectral import SpectralSGD
+from ritz.optim._step_reader import decoupled, learning_rate
 
 ADAPTIVE = (Adam, AdamW, Padam, PadamW, DampedAdamW, Gadam, GadamX)
 PLAIN = (SGD, SpectralSGD)

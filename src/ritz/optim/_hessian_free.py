@@ -15,7 +15,7 @@ from ritz._core.params import check_setting
 from ritz._core.results import AsymmetryError
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import ShiftedOperator
-from ritz.optim._curvature import (
+from ritz.optim._curvature_optimizer import (
     TracedMatrix,
     evaluate,
     optimizer_gradients,

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ritz._core.checks import check_count, check_range
 from ritz._core.params import check_optimizer
 from ritz.optim._averaging import move
-from ritz.optim._state import NEVER, StateDict, StateTensors, local
+from ritz.optim._state_tensors import NEVER, StateDict, StateTensors, local
 
 SETTINGS = ("optimizer", "k", "alpha", "planned")
 

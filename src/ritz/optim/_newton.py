@@ -12,7 +12,7 @@ from ritz._core.params import check_setting, parameters
 from ritz._core.results import AsymmetryError
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import DeflatedOperator, LinearOperator
-from ritz.optim._curvature import (
+from ritz.optim._curvature_optimizer import (
     NewtonMatrix,
     TracedMatrix,
     check_matrix,

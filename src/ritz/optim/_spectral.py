@@ -13,7 +13,7 @@ from ritz._core.params import check_setting
 from ritz._core.results import AsymmetryError
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.optim._curvature import (
+from ritz.optim._curvature_optimizer import (
     NewtonMatrix,
     TracedMatrix,
     check_matrix,

@@ -32,7 +32,7 @@ from ritz.optim._kfac.blocks import (
     block_of,
 )
 from ritz.optim._kfac.capture import Capture
-from ritz.optim._state import StateDict, listed, owners
+from ritz.optim._state_tensors import StateDict, listed, owners
 
 PREFIX = "kfac_"  # prefix of the names in the state of a parameter
 Gradients = dict[Tensor, Tensor]

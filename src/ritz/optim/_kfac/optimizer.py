@@ -11,12 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_range, check_type
 from ritz._core.params import check_setting
-from ritz.optim._kfac.curvature import (
-    Curvature,
-    Gradients,
-    Options,
-    checked_settings,
-)
+from ritz.optim._kfac.curvature import Curvature, Gradients, Options, checked_settings
 from ritz.optim._kfac.preconditioner import check_clip, clip_factor
 
 

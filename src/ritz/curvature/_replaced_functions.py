@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ritz._core.modes import without_fused_lstm
 
 
-class Formulas(TorchFunctionMode):
+class ReplacedFunctions(TorchFunctionMode):
     """Replace functions of torch in the block.
 
     Args:
@@ -145,7 +145,7 @@ def constant_statistics() -> TorchFunctionMode:
     The outputs are those of train mode. The derivatives do not flow through mean and variance, so
     the gradient of a sample does not depend on other samples. Running statistics are not updated.
     """
-    return Formulas({functional.batch_norm: _constant_batch_norm})
+    return ReplacedFunctions({functional.batch_norm: _constant_batch_norm})
 
 
 _REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
@@ -156,7 +156,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-class FormulaDetector(TorchFunctionMode):
+class FunctionDetector(TorchFunctionMode):
     """Record in ``used`` whether the block calls functions without a second derivative in torch."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class FormulaDetector(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def needs_formulas(module: nn.Module) -> bool:
+def needs_replacement(module: nn.Module) -> bool:
     """Return whether a module calls functions whose derivatives in torch are wrong."""
     plain = not isinstance(module, nn.Embedding) or not (
         module.padding_idx is not None or module.sparse or module.scale_grad_by_freq

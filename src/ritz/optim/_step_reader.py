@@ -14,7 +14,7 @@ from ritz._core.checks import check_finite, check_tensor
 from ritz._core.params import check_optimizer, parameters
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.optim._curvature import optimizer_risk
+from ritz.optim._curvature_optimizer import optimizer_risk
 
 # Parts of class names of torch optimisers whose weight decay is decoupled.
 DECOUPLED = ("AdamW", "Adafactor", "Muon")

@@ -1,3 +1,5 @@
+"""Noise scales of gradients, and the overlap of the gradient with eigenvectors."""
+
 import math
 from dataclasses import replace
 from functools import partial
@@ -8,9 +10,10 @@ from curvature.networks import seeded, small
 from torch.nn import functional
 
 from ritz import load, save
-from ritz.curvature import Risk, curvature_operator
+from ritz.curvature import Risk, curvature_operator, hessian
 from ritz.measures import _gradients as module
-from ritz.measures import gradient_noise
+from ritz.measures import gradient_noise, gradient_overlap
+from ritz.spectra import eigenpairs
 from ritz.testing import assert_within_stderr
 
 N = 36
@@ -175,3 +178,54 @@ def test_a_gradient_lost_in_roundoff_has_no_noise_scale(samples):
     pairs = (x[:8].float().repeat(2, 1), torch.arange(16) // 8)
     found = gradient_noise(Risk(model, functional.cross_entropy, pairs, batch_size=16))
     assert math.isinf(float(found.simple.truncation)) or math.isnan(float(found.simple))
+
+
+# ------------------------------------------------------------------------------------------
+# The overlap of the gradient with eigenvectors.
+
+
+@pytest.mark.parametrize("matrix", ["hessian", "ggn"])
+def test_overlap_of_the_gradient_is_that_of_the_dense_matrix(risk, matrix):
+    op = curvature_operator(risk, matrix)
+    values, vectors = torch.linalg.eigh(op.dense())
+    unit = risk.gradient() / risk.gradient().norm()
+
+    found = gradient_overlap(risk, eigenpairs(op, largest=4, rtol=1e-9), matrix=matrix)
+
+    expected = (vectors.T @ unit).square().flip(0)[:4]
+    error = (found.overlaps.mean - expected).abs()
+    assert bool((error <= found.overlaps.truncation + 1e-8).all())
+    torch.testing.assert_close(found.values, values.flip(0)[:4])
+    assert float(found.curvature) == pytest.approx(float(unit @ op.dense() @ unit))
+    assert float(found.share) == pytest.approx(float(expected.sum()), abs=1e-6)
+    assert float(found.explained) == pytest.approx(float(values.flip(0)[:4] @ expected), abs=1e-6)
+    assert "curvature along the gradient" in str(found)
+
+
+def test_a_step_along_the_gradient_is_stable_up_to_two_over_the_curvature(risk):
+    found = gradient_overlap(risk, eigenpairs(hessian(risk), largest=2))
+    gradient, rate = risk.gradient(), 1e-3
+    # L(w - a g) - L(w) = -a |g|^2 (1 - a/2 g'Hg/|g|^2)
+    change = risk.at(risk.theta - rate * gradient).loss() - risk.loss()
+    predicted = -rate * found.gradient_norm**2 * (1 - rate / 2 * float(found.curvature))
+    assert change == pytest.approx(predicted, rel=1e-5)
+
+
+def test_overlap_of_another_direction_and_of_wrong_ones(risk):
+    pairs = eigenpairs(hessian(risk), largest=2)
+    leading = pairs.vectors[:, -1].clone()
+    found = gradient_overlap(risk, pairs, gradient=3 * leading)
+    assert float(found.overlaps.mean[0]) == pytest.approx(1.0, abs=1e-6)
+    assert float(found.curvature) == pytest.approx(float(pairs.values[-1]), rel=1e-5)
+    with pytest.raises(ValueError, match="gradient must not be zero"):
+        gradient_overlap(risk, pairs, gradient=0 * leading)
+    with pytest.raises(ValueError, match="gradient"):
+        gradient_overlap(risk, pairs, gradient=math.nan * leading)
+    with pytest.raises(ValueError, match="pairs must have vectors"):
+        gradient_overlap(risk, eigenpairs(hessian(risk), largest=2, vectors=False))
+
+
+def test_overlaps_are_saved_and_loaded(risk, tmp_path):
+    result = gradient_overlap(risk, eigenpairs(hessian(risk), largest=2))
+    save(result, tmp_path / "result.safetensors")
+    assert str(load(tmp_path / "result.safetensors")) == str(result)
