@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
 from ritz._core.batch_norm import batch_norms, evaluating, recomputed_statistics
-from ritz._core.modes import dropout_shapes, masked_dropout, searched_convolutions
+from ritz._core.modes import dropout_shapes, masked_dropout
 
 
 def noise(*shape, seed=0):
@@ -143,29 +143,3 @@ def test_dropout_masks_are_used_in_the_order_of_calls():
     assert torch.equal(model(x), x)
     with masked_dropout(model, None):
         assert torch.equal(model(x), x)
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_search_for_convolutions_ends_with_the_block(wanted):
-    with searched_convolutions(wanted):
-        assert torch.backends.cudnn.benchmark is wanted
-    assert not torch.backends.cudnn.benchmark
-
-
-def test_the_search_for_convolutions_ends_after_an_error():
-    with pytest.raises(RuntimeError, match="inside"), searched_convolutions(True):
-        raise RuntimeError("inside")
-    assert not torch.backends.cudnn.benchmark
-
-
-def test_a_search_for_convolutions_that_the_user_started_stays_on(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    with searched_convolutions(False):
-        assert torch.backends.cudnn.benchmark
-    assert torch.backends.cudnn.benchmark
-
-
-def test_convolutions_are_not_searched_in_deterministic_mode(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    with searched_convolutions(True):
-        assert not torch.backends.cudnn.benchmark

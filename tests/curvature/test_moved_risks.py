@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from ritz.curvature import Risk, fisher, ggn, hessian
 from ritz.curvature._tracing import Linearization
+from ritz.operators import exact
 
 OPERATORS = {
     "hessian": hessian,
@@ -67,6 +68,17 @@ def test_fifty_refreshes_make_one_trace(traces):
         op = op.at(risk := risk.moved())
         op @ risk.theta
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", ["monte carlo", "empirical"])
+def test_a_moved_fisher_matrix_has_its_exact_diagonal(name):
+    model, batches = mlp().double(), vectors(5, 6)
+    op = OPERATORS[name](Risk(model, cross_entropy, batches[:1]))
+
+    moved = op.at(op.risk.moved(batches[1:]))
+
+    assert moved.kind == op.kind
+    torch.testing.assert_close(exact(moved, "diagonal").value, moved.dense().diagonal())
 
 
 def test_an_operator_keeps_its_own_point_and_batch():

@@ -506,7 +506,7 @@ def test_a_short_last_batch_is_traced_only_if_products_repay_it(num_products, tr
     op, vector = hessian(risk, num_products=num_products), noise(risk.space.size)
 
     torch.testing.assert_close(op @ vector, hessian(risk, engine="eager") @ vector)
-    assert len(op.products._traces) == traces
+    assert len(op.products._choice.traces) == traces
 
 
 def small_case(sizes):
@@ -543,8 +543,8 @@ def test_a_shorter_last_batch_of_many_has_no_trace():
 
     torch.testing.assert_close(op.dense(), strict.dense())
 
-    assert len(op.products._traces) == 1
-    assert len(strict.products._traces) == 2
+    assert len(op.products._choice.traces) == 1
+    assert len(strict.products._choice.traces) == 2
 
 
 def test_products_of_an_lstm_take_forward_rules_in_float32_too():

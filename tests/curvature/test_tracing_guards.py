@@ -55,7 +55,7 @@ def test_batches_on_either_path_have_their_own_trace_and_exact_products(rng, ord
     torch.testing.assert_close(product, dense(model, batches))
     assert "linearized" in op.products.plan
     # Two paths, one shape of batch: two traces.
-    assert [len(traces) for traces in op.products._traces.values()] == [2]
+    assert [len(traces) for traces in op.products._choice.traces.values()] == [2]
     calls = model.calls
     op @ torch.ones(op.shape[0], dtype=torch.float64)
     assert model.calls == calls  # the model is not evaluated again
@@ -143,7 +143,7 @@ def test_code_that_reads_strides_is_traced_for_each_layout(rng):
 
     op = check_exact(Scaled(rng, read), batches, engine="linearized")
 
-    assert len(op.products._traces) == 2
+    assert len(op.products._choice.traces) == 2
 
 
 def test_values_of_arrays_in_batches_are_told_apart(rng):
@@ -153,7 +153,7 @@ def test_values_of_arrays_in_batches_are_told_apart(rng):
 
     op = check_exact(Scaled(rng, lambda x, array: float(array.sum())), batches)
 
-    assert len(op.products._traces) == 2
+    assert len(op.products._choice.traces) == 2
 
 
 def test_batches_with_objects_of_unknown_content_are_eager(rng):
@@ -179,7 +179,7 @@ def test_what_a_trace_cannot_do_at_another_point_never_comes_before_its_guard(rn
 
     op = check_exact(Scaled(rng, read), batches, engine="linearized")
 
-    assert [len(traces) for traces in op.products._traces.values()] == [3]
+    assert [len(traces) for traces in op.products._choice.traces.values()] == [3]
 
 
 @pytest.mark.filterwarnings("ignore:.* cannot be traced")
@@ -189,7 +189,7 @@ def test_a_number_that_differs_everywhere_stops_tracing(rng):
 
     op = check_exact(model, batches)
 
-    assert [len(traces) for traces in op.products._traces.values()] == [TUNING.max_paths]
+    assert [len(traces) for traces in op.products._choice.traces.values()] == [TUNING.max_paths]
     assert op.products.plan.count("not linearized for all batches") == 1
 
 

@@ -165,12 +165,18 @@ def test_wrong_losses_raise(model, loss_fn, error, match):
         Risk(model, loss_fn, vectors(4))
 
 
+@pytest.mark.parametrize("name", ["forward", "count"])
+def test_functions_that_cannot_be_called_are_named(model, name):
+    with pytest.raises(TypeError, match=f"{name} must be callable or None, got int"):
+        Risk(model, CE, vectors(4), **{name: 3})
+
+
 @pytest.mark.parametrize(
     ("params", "match"),
     [
-        ("9", "params must match at least one of .*, got '9'"),
-        ([], "match at least one of"),
-        (lambda name: False, "match at least one of"),
+        ("9", "params must match one of .*, got '9'"),
+        ([], "match one of"),
+        (lambda name: False, "match one of"),
         (
             ["0.weight", "0.scale"],
             r"among the trainable .*, got \['0.scale'\]",

@@ -68,6 +68,9 @@ class KroneckerFactors:
     inputs: Tensor
     outputs: Tensor
 
+    def __str__(self) -> str:
+        return f"Kronecker factors of {len(self.inputs)} inputs and {len(self.outputs)} outputs"
+
 
 @final
 class LayerOperator(LinearOperator):

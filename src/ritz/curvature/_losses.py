@@ -333,14 +333,18 @@ def check_loss(loss: Any, index: int) -> None:
         raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")
 
 
+def _has_class_labels(loss_fn: Any, target: Any) -> bool:
+    # Also for a subclass of CrossEntropyLoss, whose derivatives are not known.
+    entropy = _described(loss_fn)[0] == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
+    return entropy and isinstance(target, Tensor)
+
+
 def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: bool = True) -> None:
     """Raise if class labels of cross-entropy are out of range.
 
     On a GPU, torch would abort the process. With ``some``, raise also if all labels are ignored.
     """
-    kind = _described(loss_fn)[0]
-    labelled = kind == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
-    if not labelled or not isinstance(target, Tensor) or target.is_floating_point():
+    if not _has_class_labels(loss_fn, target) or target.is_floating_point():
         return
     labels, classes = target[is_kept(loss_fn, target)], outputs.shape[1]
     if some and not len(labels):
@@ -360,8 +364,7 @@ def check_outputs(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
 
 def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
     """Raise unless the shapes of outputs and labels fit cross-entropy."""
-    labelled = _described(loss_fn)[0] == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
-    if not labelled or not isinstance(target, Tensor):
+    if not _has_class_labels(loss_fn, target):
         return
     check_one_tensor(outputs)
     shape, expected = tuple(outputs.shape), outputs.shape[:1] + outputs.shape[2:]
@@ -369,17 +372,15 @@ def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
         raise ValueError(
             f"outputs of the model must be (samples, classes) for cross-entropy, got {shape}"
         )
-    if target.is_floating_point() and target.shape != outputs.shape:
+    if target.is_floating_point() and target.shape == outputs.shape:
+        return  # probabilities of all classes
+    if target.dtype not in (torch.int64, torch.uint8):
+        kind = "integers" if target.is_floating_point() else "int64"
         raise TypeError(
-            f"labels of {where} must be integers for cross-entropy, got {str(target.dtype)[6:]}: "
+            f"labels of {where} must be {kind} for cross-entropy, got {str(target.dtype)[6:]}: "
             "convert them by .long()"
         )
-    if not target.is_floating_point() and target.dtype not in (torch.int64, torch.uint8):
-        raise TypeError(
-            f"labels of {where} must be int64 for cross-entropy, got {str(target.dtype)[6:]}: "
-            "convert them by .long()"
-        )
-    if not target.is_floating_point() and target.shape != expected:
+    if target.shape != expected:
         advice = ": remove the last dimension by .squeeze(-1)" if target.shape[-1:] == (1,) else ""
         raise ValueError(
             f"labels of {where} must be of shape {tuple(expected)} for outputs of shape {shape}, "
@@ -423,15 +424,6 @@ def num_correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
     if pair is None:
         return 0, 0
     return int((pair[0].argmax(1) == pair[1]).sum()), len(pair[1])
-
-
-def mean_slope(
-    loss_fn: LossFunction | None, outputs: Tensor, target: Any, *, alone: bool
-) -> Tensor:
-    """Return the derivative in the outputs of the mean of the losses of single samples."""
-    by_sample = losses_alone if alone else sample_losses
-    slope: Tensor = grad(lambda point: by_sample(loss_fn, point, target).mean())(outputs)
-    return slope
 
 
 def check_not_doubled(once: float, twice: float, index: int) -> None:

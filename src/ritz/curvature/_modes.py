@@ -13,7 +13,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ritz._core.batch_norm import evaluating
-from ritz._core.modes import Precision, arithmetic
+from ritz._core.modes import Precision, arithmetic, attributes_set
 from ritz.curvature._replaced_functions import (
     ReplacedFunctions,
     constant_statistics,
@@ -61,10 +61,8 @@ def product_modes(
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             # Compiled submodules cannot be traced or differentiated twice.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            config: Any = sys.modules["torch._dynamo"].config
-            nested = config.error_on_nested_fx_trace
-            stack.callback(setattr, config, "error_on_nested_fx_trace", nested)
-            config.error_on_nested_fx_trace = False
+            config = sys.modules["torch._dynamo"].config
+            stack.enter_context(attributes_set([(config, "error_on_nested_fx_trace", False)]))
         if replace or any(map(needs_replacement, model.modules())):
             stack.enter_context(ReplacedFunctions())
         if constant:

@@ -193,9 +193,8 @@ class Products:
         self._notes, self._num_traces = "", 0  # not shared with other operators
         self._chunk: int | None = None  # samples that are processed at once, if not a whole batch
 
-    @property
-    def _traces(self) -> dict[Any, list[Linearization]]:
-        return self._choice.traces
+    def __repr__(self) -> str:
+        return f"Products({self.plan})"
 
     @property
     def plan(self) -> str:
@@ -287,7 +286,7 @@ class Products:
         if choice.engine == "eager" and choice.plan.startswith(PLAIN):
             self.block_size = 1  # vmap does not support torch.autograd.grad
         found = self._trace(choice.column, context) if primal is None else (
-            self._traces[signature(context)][-1], primal)  # fmt: skip
+            self._choice.traces[signature(context)][-1], primal)  # fmt: skip
         if found is None:
             return partial(self._eager, choice.column, context)
         trace, primal = found
@@ -409,14 +408,14 @@ class Products:
             raise ArithmeticError(f"the traced product differs by {gap / size:.1g}")
         if problem := _asymmetry(u, Au, v, Av):
             raise ArithmeticError(problem)
-        self._traces[key] = [trace]
+        self._choice.traces[key] = [trace]
         return primal
 
     def _trace(self, column: Column, context: Context) -> tuple[Linearization, list[Primal]] | None:
         """Return a trace that holds for a batch, and its primal part. ``None`` if there is none."""
         if self._choice.engine == "eager":
             return None
-        point, traces = (self.risk.params, context), self._traces
+        point, traces = (self.risk.params, context), self._choice.traces
         # Other values may take a path through the model that cannot be traced.
         kinds = () if self._must_trace else (Exception,)
         key, problem = attempt(partial(signature, context), *kinds)
@@ -502,19 +501,11 @@ class Products:
         return primal
 
     def _linearize(self, column: Column, context: Context, rows: int = 0) -> Linearization:
-        point = (self.risk.params, context)
+        point, multiply = (self.risk.params, context), partial(self._multiply, column)
         self._num_traces += 1
-        settings, recurrence = (
-            self.risk.settings(),
-            written_out_recurrence(self.risk.model, self.risk.theta.device),
-        )
-        with settings, recurrence, without_warnings_of_torch():
+        with self._derivatives_exist(), without_warnings_of_torch():
             return Linearization(
-                partial(self._multiply, column),
-                self.risk.theta,
-                point,
-                compiled=self._compile,
-                rows=rows,
+                multiply, self.risk.theta, point, compiled=self._compile, rows=rows
             )
 
     def _cut(self, width: int, size: int, error: Exception) -> None:
@@ -528,7 +519,7 @@ class Products:
             if at_once == 1 or self.risk.sample_gap(alone=True):
                 raise error
             self._chunk = -(-at_once // 2)
-            self._traces.clear()
+            self._choice.traces.clear()
         torch.cuda.empty_cache()
 
 

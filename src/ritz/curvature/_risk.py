@@ -135,8 +135,9 @@ class Risk:
         progress: bool | Progress = False,
     ) -> None:
         check_type("model", model, nn.Module, "a torch.nn.Module")
-        if loss_fn is not None and not callable(loss_fn):
-            raise TypeError(f"loss_fn must be callable or None, got {type(loss_fn).__name__}")
+        for name, function in (("loss_fn", loss_fn), ("forward", forward), ("count", count)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be callable or None, got {type(function).__name__}")
         check_choice("batch_norm", batch_norm, BATCH_NORM_MODES)
         check_choice("dropout", dropout, ("off", "fixed"))
         check_choice("sharing", sharing, ("split", "own", "none"))
@@ -685,8 +686,9 @@ def _gap_by_outputs(
 ) -> tuple[Tensor, float] | None:
     """Return the difference of the derivatives in the outputs, and their norm, or ``None``."""
     whole = grad(lambda point: risk.adapter.loss(point, target))(outputs)
-    call = partial(losses.mean_slope, risk.loss_fn, outputs, target, alone=alone)
-    mean, problem = attempt(call, *(UNSUITABLE if alone else ()))
+    by_sample = losses.losses_alone if alone else losses.sample_losses
+    slope = grad(lambda point: by_sample(risk.loss_fn, point, target).mean())
+    mean, problem = attempt(partial(slope, outputs), *(UNSUITABLE if alone else ()))
     return None if problem else (whole - mean, float(whole.norm()))
 
 
