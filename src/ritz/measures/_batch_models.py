@@ -104,7 +104,7 @@ class SampleStatistics:
             grouped,
             stderr=grouped.stderr.hypot(torch.tensor(sampled, dtype=torch.float64)),
             degrees=max(1, outside.shape[1] - 1),
-            method=f"subspace and {outside.shape[1]} probes, {p.num_groups} groups",
+            method=f"subspace and {outside.shape[1]} probes, {p.groups.count} groups",
         )
         self.bulk = self._mean_outside(p.curvature, complete)
 
@@ -115,7 +115,7 @@ class SampleStatistics:
 
     def ratio(self, size: int) -> float:
         """Return :math:`1/b`, the variance of a batch as a fraction of that of a sample."""
-        return share_of_variance(size, self.projections.num_samples)
+        return share_of_variance(size, self.projections.groups.total)
 
     def lindeberg(self, sizes: Sequence[int]) -> Tensor:
         """Return the Lindeberg ratio of each batch size, ``(S,)``."""
@@ -124,7 +124,7 @@ class SampleStatistics:
         total = squares.sum().clamp_min(torch.finfo(torch.float64).tiny)
         # A batch is a sum of B/g groups, so its standard deviation is sqrt(B/g) times theirs. A
         # group dominates if its own deviation exceeds this.
-        limits = [squares.mean() * max(1.0, size / p.group_size) for size in sizes]
+        limits = [squares.mean() * max(1.0, size / p.groups.size) for size in sizes]
         return torch.stack([squares[squares > limit].sum() / total for limit in limits])
 
     def _over_groups(self, gaps: Tensor, what: str) -> Estimate:
@@ -135,7 +135,7 @@ class SampleStatistics:
             num_products=self.num_products,
             seed=self.seed,
         )
-        error = _error(gaps) * math.sqrt(self.projections.unseen)
+        error = _error(gaps) * self.projections.groups.unseen
         return replace(
             estimate, stderr=torch.tensor(error, dtype=torch.float64), degrees=len(gaps) - 1
         )
@@ -241,7 +241,7 @@ def subspace(
             )
         )
         columns.append(_with_errors(full, fewer, bare, stats))
-    method = f"{num_draws} batches of {p.num_groups} groups in {p.small.shape[1]} eigenvectors"
+    method = f"{num_draws} batches of {p.groups.count} groups in {p.small.shape[1]} eigenvectors"
     return make_curve(columns, method, "subspace", stats.num_products, num_draws - 1, stats.seed)
 
 

@@ -25,7 +25,7 @@ from ritz.measures._batch_models import (
     summarize,
 )
 from ritz.measures._batch_subspace import Projections, project, small_batches
-from ritz.measures._bulk_edge import check_pairs, vector_errors
+from ritz.measures._bulk_edge import check_pairs, ritz_value, vector_errors
 from ritz.measures._groups import (
     check_batch_sizes,
     check_groups,
@@ -434,15 +434,8 @@ def _basis(
     chosen = pairs.values.argsort(descending=True)[:num_vectors]
     # With partial re-orthogonalisation, Ritz vectors are orthogonal only to the root of roundoff.
     basis, _ = orthonormalize(vectors[:, chosen.to(vectors.device)])
-    first = chosen[0]
-    lambda_max = Estimate.exact(
-        pairs.values[first],
-        method="largest Ritz value",
-        truncation=float(pairs.residuals[first]),
-        num_products=pairs.num_products,
-        status=pairs.status,
-        seed=pairs.seed,
-    )
+    first = int(chosen[0])
+    lambda_max = ritz_value(pairs, first, "largest Ritz value")
     return basis, lambda_max, float(vector_errors(pairs)[first])
 
 
@@ -463,8 +456,8 @@ def _projections(
     # If the probes span the whole complement, orthonormal ones have an exact mean.
     complete = num_probes == len(basis) - basis.shape[1]
     probes = orthonormalize(probes)[0] if complete else probes / column_norms(probes).to(probes)
-    groups, count = random_groups(risk, group_size, generator), sum(risk.batch_rows)
-    return project(groups, basis, probes, matrix=matrix, num_samples=count, progress=progress)
+    groups = random_groups(risk, group_size, generator)
+    return project(groups, basis, probes, matrix=matrix, progress=progress)
 
 
 def _measure(
