@@ -470,7 +470,7 @@ def _measure(
     progress: bool | Progress,
 ) -> tuple[BatchCurve, float]:
     """Return the curve of random batches, and its cost in products with the whole matrix."""
-    total, columns, column = sum(risk.batch_rows), [], leading[:, None]
+    total, table, column = sum(risk.batch_rows), [], leading[:, None]
     # The first product with an engine checks it. Do this on all data, because the products of a
     # batch that is fitted well may be nothing but roundoff.
     engines = {size: _engine(size) for size in sizes}
@@ -501,9 +501,10 @@ def _measure(
                 rows.append([value, float(overlap) ** 2, change])
                 cost += (pairs.num_products + 1) * size / total
                 bar.update(sum(counts[:index]) + done)
-            columns.append(summarize(*torch.tensor(rows, dtype=torch.float64).T))
+            table.append(summarize(*torch.tensor(rows, dtype=torch.float64).T))
     how = f"Lanczos on {', '.join(map(str, counts))} batches"
-    return make_curve(columns, how, "measured", round(cost), min(counts) - 1, generator), cost
+    curve = make_curve(torch.stack(table), how, "measured", round(cost), min(counts) - 1, generator)
+    return curve, cost
 
 
 def _engine(size: int) -> EngineName:
