@@ -257,6 +257,14 @@ def test_learning_rates_that_differ_cannot_adapt_the_damping():
         steps(optimizer, model, batch, count=1)
 
 
+def test_the_ritz_values_of_lanczos_newton_are_not_printed():
+    model, batch = network(), samples()
+    optimizer = LanczosNewton(model.parameters(), num_steps=5)
+    optimizer.update_curvature(Risk(model, cross_entropy, [batch]))
+
+    assert "ritz_values: 5 values" in repr(optimizer)
+
+
 # ------------------------------------------------------------------------------------------
 # Steps of Hessian-free optimisation that the quadratic model does not predict.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ritz._core.batches import split_labels, tensors
-from ritz._core.checks import is_below
+from ritz._core.checks import check_callable, is_below
 from ritz._core.cross_entropy import is_large
 from ritz.curvature._losses import (
     FORWARD,
@@ -138,6 +138,8 @@ class Adapter(nn.Module):
         own: OwnLoss | None = None,
     ) -> None:
         super().__init__()
+        check_callable("loss_fn", loss_fn)
+        check_callable("forward", forward)
         self.model, self.custom, self.own = model, forward, own
         # Wrapped: if the loss is a module, its parameters must not count as those of the model.
         self.loss_fn = SimpleNamespace(call=loss_fn)

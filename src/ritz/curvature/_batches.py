@@ -32,7 +32,7 @@ from ritz._core.batches import (
     take_rows,
     tensors,
 )
-from ritz._core.checks import check_count, check_type
+from ritz._core.checks import check_callable, check_count, check_type
 from ritz._core.modes import differentiable
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
@@ -96,6 +96,7 @@ class Batches:
         progress: bool | Progress = False,
     ) -> None:
         self._device, self._dtype, (self._rank, self._world) = device, dtype, share
+        check_callable("count", count)
         self.count = count
         whole = as_one_batch(data)
         self.defaulted = whole is not None and batch_size is None

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -135,9 +135,6 @@ class Risk:
         progress: bool | Progress = False,
     ) -> None:
         check_type("model", model, nn.Module, "a torch.nn.Module")
-        for name, function in (("loss_fn", loss_fn), ("forward", forward), ("count", count)):
-            if function is not None and not callable(function):
-                raise TypeError(f"{name} must be callable or None, got {type(function).__name__}")
         check_choice("batch_norm", batch_norm, BATCH_NORM_MODES)
         check_choice("dropout", dropout, ("off", "fixed"))
         check_choice("sharing", sharing, ("split", "own", "none"))
@@ -177,7 +174,7 @@ class Risk:
         self.linear_loss = False
         self._outputs: Any = None  # outputs of one sample, to check labels against
         self._outputs = _inspect_first_batch(self)
-        self._check_held_labels()
+        self._check_labels(self._batches if self._batches.held else ())
 
     def _count_terms(self, batch: Batch) -> int:
         """Return the weight of a batch for a model that returns its loss.
@@ -288,7 +285,7 @@ class Risk:
         if data is not None:
             other._read(data, batch_size)
             other._check_batch_norm(self.batch_norm)
-            other._check_held_labels()
+            other._check_labels(other._batches if other._batches.held else ())
         return other
 
     def mismatch(self, other: "Risk") -> str:
@@ -443,7 +440,7 @@ class Risk:
         constants = self.constants() if constants is None else constants
         for index, batch in self._batches:
             if not self._batches.held:
-                self._check_labels(index, batch)
+                self._check_labels([(index, batch)])
             context = self.context(constants, index, batch)
             yield index, context, self.batch_sizes[index] / self.num_samples
 
@@ -518,14 +515,10 @@ class Risk:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         return modes.draw_masks(self._mask_shapes[index], generator, like=self.theta)
 
-    def _check_labels(self, index: int, batch: Batch) -> None:
-        if self._outputs is not None:
+    def _check_labels(self, batches: Iterable[tuple[int, Batch]]) -> None:
+        for index, batch in batches if self._outputs is not None else ():
             target = self.adapter.target(batch)
             check_labels(self.loss_fn, self._outputs, target, f"batch {index}")
-
-    def _check_held_labels(self) -> None:
-        for index, batch in self._batches if self._batches.held else ():
-            self._check_labels(index, batch)
 
     def _check_batch_norm(self, mode: BatchNormMode) -> None:
         if mode == "train" and self._batches.defaulted and batch_norms(self.model):

@@ -326,11 +326,9 @@ def _curvature_table(advice: Advice) -> list[str]:
 
 def _format_model(prediction: BatchPrediction, name: str, place: int) -> str:
     """Return the prediction of a model; in brackets, without an interval, if it is not trusted."""
-    value = getattr(prediction, name).value
     if prediction.trusted[name][place]:
-        return _format(value, place)
-    mean = float(value.mean[place])
-    return bracketed(prediction, name, place, f"{mean:.3g}" if math.isfinite(mean) else "-")
+        return _format(getattr(prediction, name).value, place)
+    return bracketed(prediction, name, place)
 
 
 def _rate_table(advice: Advice) -> list[str]:

@@ -1,5 +1,6 @@
 """``batch_prediction`` of the curvature of mini-batches, and ``measured_batches`` to compare."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -155,20 +156,18 @@ class BatchPrediction:
         ]
         for i, size in enumerate(self.batch_sizes):
             best = self.best
-            others = (
-                bracketed(self, name, i, f"{getattr(self, name).value.mean[i]:.4g}")
-                for name in MODELS
-            )
+            others = (bracketed(self, name, i) for name in MODELS)
             lines.append(
                 f"  {size:>8,}{best.value.mean[i]:>12.4g}{best.spread.mean[i]:>10.3g}"
                 f"{best.overlap.mean[i]:>9.3f}  {best.source[i]:<12}"
                 + "".join(f"{text:>12}" for text in others)
             )
         lines += [f"  {line}" for line in _verdicts(self)]
+        extra = self.cost - self.num_products
         lines.append(
             f"  {self.num_vectors} eigenvectors, groups of {self.group_size}; cost: "
-            f"{self.num_products} products, and {self.cost - self.num_products:.2g} more for "
-            "measured batches"
+            f"{self.num_products} products"
+            + (f", and {extra:.2g} more for measured batches" if extra else "")
         )
         return "\n".join(lines)
 
@@ -181,8 +180,10 @@ def homogeneity(result: BatchPrediction) -> float:
     return 1.0 if is_below(max(noise), roundoff) else noise[0] / max(noise[1], 1e-300)
 
 
-def bracketed(result: BatchPrediction, name: str, place: int, text: str) -> str:
-    """Return a text in brackets if the prediction at this place cannot be trusted."""
+def bracketed(result: BatchPrediction, name: str, place: int) -> str:
+    """Return a prediction as text, in brackets if it cannot be trusted."""
+    mean = float(getattr(result, name).value.mean[place])
+    text = f"{mean:.4g}" if math.isfinite(mean) else "-"
     return text if result.trusted[name][place] else f"({text})"
 
 
@@ -214,8 +215,8 @@ def _verdicts(result: BatchPrediction) -> list[str]:
     ratio = homogeneity(result)
     if not is_below(ratio, TUNING.homogeneous):
         lines.append(
-            "The additive model does not apply: it assumes V(phi_1) = P sigma^2, but V(phi_1) is "
-            f"{ratio:.3g} times P sigma^2."
+            "The additive model does not apply: it assumes V(phi_1) = P sigma^2, but the ratio is "
+            f"{ratio:.3g}."
         )
     if bool(result.multiplicative.value.mean.isnan().any()):
         lines.append(

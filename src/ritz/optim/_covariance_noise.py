@@ -108,8 +108,6 @@ class CovarianceNoise:
     ) -> None:
         check_optimizer(optimizer)
         check_type("model", model, nn.Module, "a torch.nn.Module")
-        if loss_fn is not None:
-            check_type("loss_fn", loss_fn, Callable, "a function of outputs and target, or None")
         check_choice("kind", kind, NOISE_KINDS)
         small = check_count("small", small)
         check_choice("momentum", momentum, ("after", "before"))
@@ -139,6 +137,12 @@ class CovarianceNoise:
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(handle.id, last=False)
         optimizer.register_load_state_dict_post_hook(self._load)
+
+    def __repr__(self) -> str:
+        return (
+            f"CovarianceNoise({type(self.optimizer).__name__}, kind={self.kind!r}, "
+            f"small={self.small}, until={self.until}: {self.num_steps} steps)"
+        )
 
     @property
     def num_steps(self) -> int:

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from typing import Any, final, get_args
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.params import check_optimizer, parameters
+from ritz._core.params import check_optimizer, parameters, set_setting
 from ritz._core.training_config import DampingRule
-from ritz.curvature import CurvatureOperator, Risk, curvature_operator
+from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance, shrinkage
-from ritz.optim._curvature_optimizer import finite_loss, optimizer_risk
+from ritz.optim._curvature_optimizer import TracedMatrix, finite_loss, optimizer_risk
 from ritz.spectra import lanczos, trace
 
 RULES = get_args(DampingRule)
@@ -145,7 +144,11 @@ class Damping:
             )
         if rule == "ratio":
             self._initial()
-        self._op: CurvatureOperator | None = None
+        self._traced = TracedMatrix()
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{value:.3g}" for value in self.values())
+        return f"Damping({type(self.optimizer).__name__}, rule={self.rule!r}: delta {values})"
 
     def values(self) -> list[float]:
         """Return the current damping of all groups. Empty if the optimiser has none."""
@@ -201,9 +204,7 @@ class Damping:
             return  # the run has diverged, which the next loss will show
         end, _ = optimizer_risk(self.optimizer, start)
         update = end.theta - start.theta
-        known = self._op is not None and not start.mismatch(self._op.risk)
-        op = self._op.at(start) if known and self._op else curvature_operator(start, self.matrix)
-        self._op = op
+        op = self._traced.operator(start, self.matrix)
         # The quadratic model predicts the reduction -(g'u + u'Gu / 2) for the update u.
         predicted = -float(gradient.double() @ update.double() + 0.5 * (update @ (op @ update)))
         ratio = reduction_ratio(start.loss(), end, predicted)
@@ -223,11 +224,7 @@ class Damping:
         return initial
 
     def _set(self, group: dict[str, Any], value: float) -> None:
-        value = max(value, TUNING.least)
-        if isinstance(setting := group["delta"], Tensor):
-            setting.fill_(value)  # in place, for captured or compiled steps
-        else:
-            group["delta"] = value
+        set_setting(group, "delta", max(value, TUNING.least))
 
 
 def shrinkage_damping(

@@ -60,6 +60,9 @@ class Lookahead(Optimizer):
         self.optimizer, self.k, self.alpha, self.planned = optimizer, k, alpha, until
         self._attach()
 
+    def __repr__(self) -> str:
+        return f"Lookahead(k={self.k}, alpha={self.alpha}, until={self.until}) of {self.optimizer}"
+
     @property
     def until(self) -> int | None:
         """First step without Lookahead."""

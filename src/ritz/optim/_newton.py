@@ -104,6 +104,10 @@ class LanczosNewton(Optimizer):
         settings |= {"weight_decay": weight_decay, "start": start, "seed": seed}
         super().__init__(params, settings | {"num_refreshes": 0, "ritz_values": []})
 
+    def __repr__(self) -> str:
+        values = self.param_groups[0]["ritz_values"]
+        return super().__repr__().replace(str(values), f"{len(values)} values")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = settings_of_group(self, param_group, SHARED)
         settings = self.defaults | group

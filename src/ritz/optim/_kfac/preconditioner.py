@@ -60,6 +60,11 @@ class KFACPreconditioner:
             optimizer.register_step_post_hook(self._after_step),
         ]
 
+    def __repr__(self) -> str:
+        kind, layers = self.curvature.settings.kind, len(self.curvature.blocks)
+        name = type(self.curvature.optimizer).__name__
+        return f"KFACPreconditioner({name}, kind={kind!r}: {layers} layers)"
+
     @property
     def plain(self) -> dict[str, str]:
         """Layers whose gradients are not preconditioned, by name, with the reason."""
