@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional
 
-from ritz import diagonal, load, save, trace
+from ritz import diagonal, trace
 from ritz.curvature import Risk, ggn, kfac
 from ritz.curvature import _kfac as kfac_module
 from ritz.curvature._kfac import KroneckerFactors, LayerOperator
@@ -215,14 +215,6 @@ def test_equal_seeds_draw_equal_labels(network):
     same, other = (kfac(risk, kind="monte_carlo", generator=seeded(i)).dense() for i in (0, 1))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-
-
-def test_factors_can_be_saved_and_loaded(network, tmp_path):
-    factors = kfac(Risk(network, CROSS_ENTROPY, (noise(5, 3), labels(3, 5)))).ops[0].factors
-    save(factors, tmp_path / "factors.safetensors")
-    again = load(tmp_path / "factors.safetensors")
-    assert isinstance(again, KroneckerFactors)
-    assert torch.equal(again.outputs, factors.outputs)
 
 
 def test_kfac_of_a_model_that_is_one_linear_layer_is_exact_for_squared_error():

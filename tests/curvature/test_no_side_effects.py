@@ -1,4 +1,4 @@
-"""Nothing that is computed leaves a trace: neither in the model, nor in generators, nor in data."""
+"""Computations change neither the model nor generators, settings or data."""
 
 import copy
 import importlib
@@ -123,10 +123,12 @@ CALLS = {
     "gradient_covariance": lambda f, r: multiplied(f(r, engine="eager")),
     "gradient_noise": lambda f, r: f(r, num_probes=2),
     "gradient_overlap": lambda f, r: f(r, spectrum(r)),
-    "gradient_statistics": lambda f, r: f(r),
+    "gradient_statistics": lambda f, r: (f(r, by="batch"), f(r)),
     "hessian": lambda f, r: multiplied(f(r)),
     "kfac": lambda f, r: multiplied(f(r)),
-    "landscape": lambda f, r: f(r, {"some": vector(r)}, num_points=3),
+    "landscape": lambda f, r: f(
+        r, {"some": vector(r)}, num_points=3, batch_norm="recomputed", test=r
+    ),
     "landscape2d": lambda f, r: f(r, vector(r), vector(r, 1), num_points=3),
     "measured_batches": lambda f, r: f(
         r, batch_sizes=[2], leading=functional.normalize(vector(r), dim=0), num_batches=2

@@ -295,17 +295,16 @@ def test_variance_of_a_batch_is_that_of_drawn_batches():
     )
 
 
-def test_results_repeat_and_do_not_touch_the_global_generator():
-    risk, state = linear_risk(inputs()), torch.get_rng_state()
+def test_predictions_repeat_with_the_same_generator():
+    risk = linear_risk(inputs())
     one, other = (
         batch_prediction(risk, batch_sizes=(8,), num_vectors=4, generator=seeded(3))
         for _ in range(2)
     )
     assert torch.equal(one.best.value.mean, other.best.value.mean)
-    assert torch.equal(state, torch.get_rng_state())
 
 
-def test_the_table_names_sources_and_failing_conditions(tmp_path):
+def test_the_table_names_sources_and_failing_conditions():
     found = batch_prediction(linear_risk(inputs()), batch_sizes=(8, 64), num_vectors=4)
     text = str(found)
     for word in (
@@ -315,8 +314,6 @@ def test_the_table_names_sources_and_failing_conditions(tmp_path):
         "additive model does not apply",
     ):
         assert word in text
-    ritz.save(found, tmp_path / "found.safetensors")
-    assert str(ritz.load(tmp_path / "found.safetensors")) == text
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from processes import run_processes
 from torch import nn
 from torch.nn import functional
 
-import ritz
 from ritz.curvature import Risk, curvature_operator
 from ritz.measures import curvature_variance, shrinkage
 from ritz.testing import assert_within_stderr
@@ -180,12 +179,10 @@ def test_shrinkage_weight_minimises_the_mean_square_error(dense):
     assert numerator / denominator == pytest.approx(d2 / (d2 + e2), rel=0.02)
 
 
-def test_results_repeat_and_do_not_touch_the_global_generator(risk):
-    before = torch.get_rng_state()
+def test_variances_repeat_with_the_same_generator(risk):
     one, two = (curvature_variance(risk, group_size=6, num_probes=2) for _ in range(2))
     assert torch.equal(one.samples, two.samples)
     assert one.seed == 0
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_default_group_size_gives_at_least_128_groups():
@@ -196,12 +193,6 @@ def test_default_group_size_gives_at_least_128_groups():
 def long_data(n):
     x = torch.randn(n, 1, generator=seeded(0), dtype=torch.float64)
     return x, (x[:, 0] > 0).long()
-
-
-def test_shrinkage_is_saved_and_loaded(risk, tmp_path):
-    found = shrinkage(risk, batch_sizes=[2, 4], num_probes=2, group_size=6)
-    ritz.save(found, tmp_path / "found.safetensors")
-    assert str(ritz.load(tmp_path / "found.safetensors")) == str(found)
 
 
 @pytest.mark.parametrize(

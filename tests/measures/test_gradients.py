@@ -9,7 +9,6 @@ import torch
 from curvature.networks import seeded, small
 from torch.nn import functional
 
-from ritz import load, save
 from ritz.curvature import Risk, curvature_operator, hessian
 from ritz.measures import _gradients as module
 from ritz.measures import gradient_noise, gradient_overlap
@@ -97,15 +96,6 @@ def test_the_cost_is_counted(risk):
     found = gradient_noise(risk, num_probes=4)
 
     assert found.num_products == 2 * 4 + 1
-
-
-def test_noise_scales_can_be_saved_and_printed(risk, tmp_path):
-    found = gradient_noise(risk)
-    save(found, tmp_path / "noise.safetensors")
-
-    again = load(tmp_path / "noise.safetensors")
-
-    assert str(again) == str(found)
     assert "simple noise scale: batches of 10.6" in str(found)
 
 
@@ -223,9 +213,3 @@ def test_overlap_of_another_direction_and_of_wrong_ones(risk):
         gradient_overlap(risk, pairs, gradient=math.nan * leading)
     with pytest.raises(ValueError, match="pairs must have vectors"):
         gradient_overlap(risk, eigenpairs(hessian(risk), largest=2, vectors=False))
-
-
-def test_overlaps_are_saved_and_loaded(risk, tmp_path):
-    result = gradient_overlap(risk, eigenpairs(hessian(risk), largest=2))
-    save(result, tmp_path / "result.safetensors")
-    assert str(load(tmp_path / "result.safetensors")) == str(result)

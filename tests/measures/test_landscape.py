@@ -231,17 +231,6 @@ def test_train_mode_uses_the_statistics_of_each_batch(normed):
     assert [float(found.loss[0, 0]), float(found.test_loss[0, 0])] == pytest.approx(there)
 
 
-def test_landscape_does_not_change_the_model(normed):
-    risk, test = normed
-    before = {name: tensor.clone() for name, tensor in risk.model.state_dict().items()}
-    modes = [module.training for module in risk.model.modules()]
-    for mode in ("train", "eval", "recomputed"):
-        landscape(risk, random_direction(risk), num_points=2, test=test, batch_norm=mode)
-    assert [module.training for module in risk.model.modules()] == modes
-    for name, tensor in risk.model.state_dict().items():
-        assert torch.equal(tensor, before[name])
-
-
 def test_landscape_leaves_out_ignored_labels():
     target = torch.tensor([0, -100, 1, 1])
     x = torch.tensor([[2.0, 0.0], [0.0, 9.0], [0.0, 1.0], [3.0, 0.0]]).double()
@@ -272,20 +261,6 @@ def test_axes_of_a_plane_equal_the_landscapes_along_lines(normed):
     for name in ("loss", "accuracy", "test_loss", "test_accuracy"):
         torch.testing.assert_close(getattr(plane, name)[:, 1], getattr(lines, name)[0])
         torch.testing.assert_close(getattr(plane, name)[1], getattr(lines, name)[1])
-
-
-def test_landscapes_are_saved_and_loaded(normed, tmp_path):
-    risk, test = normed
-    u, v = random_direction(risk), torch.ones_like(risk.theta)
-    for found in (
-        landscape(risk, {"u": u, "v": v}, num_points=2, test=test),
-        landscape2d(risk, u, v, num_points=2),
-    ):
-        ritz.save(found, tmp_path / "found.safetensors")
-        again = ritz.load(tmp_path / "found.safetensors")
-        torch.testing.assert_close(again.loss, found.loss, rtol=0, atol=0)
-        assert str(again) == str(found)
-        assert "Landscape of Risk(Sequential" in str(found)
 
 
 def test_progress_counts_the_points(regression):

@@ -1,4 +1,3 @@
-import copy
 import re
 from functools import partial
 
@@ -8,7 +7,6 @@ from curvature.networks import seeded, small
 from torch import nn
 from torch.nn import functional
 
-import ritz
 from ritz.curvature import Risk, curvature_operator
 from ritz.measures import sharpness
 from ritz.operators import Exact
@@ -196,24 +194,6 @@ def test_printed_sharpness_shows_l2_and_uneven_batches():
     assert "3 Lanczos steps, one probe (no error bars), seed 0" in str(report)
     assert "accuracy" not in str(report)
     assert report.rows[1].smallest >= 0.5 - 1e-12
-
-
-def test_sharpness_is_saved_and_loaded(plain, tmp_path):
-    _, report = plain
-    ritz.save(report, tmp_path / "report.safetensors")
-    loaded = ritz.load(tmp_path / "report.safetensors")
-    assert str(loaded) == str(report)
-    assert torch.equal(loaded.rows[0].trace.samples, report.rows[0].trace.samples)
-    assert type(loaded.rows[0].degeneracy) is type(report.rows[0].degeneracy)
-
-
-def test_sharpness_does_not_change_the_model():
-    risk = normed()
-    before, mode = copy.deepcopy(risk.model.state_dict()), risk.model.training
-    sharpness(risk, num_steps=2, num_probes=2, engine="eager")
-    assert risk.model.training == mode
-    after = risk.model.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize(

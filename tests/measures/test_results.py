@@ -1,4 +1,6 @@
-"""Results of curvature and measures print as a summary: short lines, and no tensors."""
+"""Results of curvature and measures print as a summary, and are saved with all their fields."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -53,7 +55,10 @@ RESULTS = {
     "row of sharpness": lambda risk, run: measures.sharpness(risk, num_steps=6).rows[0],
     "gradient_noise": lambda risk, run: measures.gradient_noise(risk),
     "gradient_overlap": lambda risk, run: measures.gradient_overlap(risk, run),
-    "landscape": lambda risk, run: measures.landscape(risk, run, num_points=3),
+    "landscape": lambda risk, run: measures.landscape(risk, run, num_points=3, test=risk),
+    "landscape2d": lambda risk, run: measures.landscape2d(
+        risk, run.vectors[:, 0].clone(), run.vectors[:, 1].clone(), num_points=3
+    ),
     "rank_bound": lambda risk, run: measures.rank_bound(risk),
     "rank_degeneracy": lambda risk, run: measures.rank_degeneracy(run, matrix="hessian"),
     "temperature": lambda risk, run: measures.temperature(risk),
@@ -65,16 +70,35 @@ RESULTS = {
 }
 
 
+def same(one, other):
+    """Return whether two results are equal in every field, bit for bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        return all(same(getattr(one, name), getattr(other, name)) for name in names)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or one != one  # NaN
+
+
 @pytest.mark.parametrize("name", RESULTS)
-def test_a_result_prints_as_a_summary(name, risk, run):
+def test_a_result_prints_as_a_summary_and_is_the_same_when_loaded(name, risk, run, tmp_path):
     result = RESULTS[name](risk, run)
-    text = str(result)
+    ritz.save(result, tmp_path / "result.safetensors")
+
+    text, loaded = str(result), ritz.load(tmp_path / "result.safetensors")
 
     assert "tensor(" not in text
     assert type(result).__name__ + "(" not in text
     assert all(len(line) <= 130 for line in text.splitlines())
-    # A REPL shows the repr.
-    assert repr(result) == text
+    assert repr(result) == text  # which a REPL shows
+    assert same(result, loaded)
+    assert str(loaded) == text
 
 
 def test_operators_and_products_print_as_one_line(risk):
