@@ -1,4 +1,4 @@
-"""Sums of squares of sample gradients agree with the gradients written out, however computed."""
+"""Sums of squares of per-sample gradients of a module equal those of the gradients."""
 
 from dataclasses import replace
 

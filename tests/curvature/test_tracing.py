@@ -1,4 +1,4 @@
-"""Traces cut in two, and what happens where there can be none."""
+"""Linearised products: traces, their two parts, and models that cannot be traced."""
 
 import warnings
 from functools import partial
@@ -480,7 +480,7 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize("count", UNEVEN)
-def test_a_size_that_a_trace_takes_for_a_constant_is_noticed(count):
+def test_a_trace_with_a_constant_number_of_samples_is_not_used_for_others(count):
     risk = Risk(mlp().double(), squares_over(UNEVEN[count]), vectors(8, 7))
     vector = noise(risk.space.size)
 
@@ -489,7 +489,7 @@ def test_a_size_that_a_trace_takes_for_a_constant_is_noticed(count):
     torch.testing.assert_close(product, hessian(risk, engine="eager") @ vector)
 
 
-def test_a_size_of_the_network_that_is_a_multiple_of_the_samples_is_no_size_of_a_batch():
+def test_a_size_of_the_network_that_is_a_multiple_of_the_batch_size_stays_fixed():
     model = nn.Sequential(nn.Linear(3, 14), nn.Unflatten(1, (2, 7)), nn.Tanh(), nn.Flatten())
     model.append(nn.Linear(14, 3))
     risk = Risk(model.double(), functional.cross_entropy, vectors(8, 7, 5))

@@ -169,7 +169,7 @@ def test_batches_with_objects_of_unknown_content_are_eager(rng):
         ritz.hessian(risk, engine="linearized") @ torch.ones(risk.space.size, dtype=torch.float64)
 
 
-def test_what_a_trace_cannot_do_at_another_point_never_comes_before_its_guard(rng):
+def test_operations_that_fail_at_other_values_come_after_their_guard(rng):
     def read(x, k):  # a table that is too short for larger entries
         table = torch.linspace(1, 2, int(k.max()) + 1, dtype=torch.float64)
         return table[k].unsqueeze(1)
@@ -193,7 +193,7 @@ def test_a_number_that_differs_everywhere_stops_tracing(rng):
     assert op.products.plan.count("not linearized for all batches") == 1
 
 
-def test_tensors_that_a_model_caches_are_not_those_of_a_transform(rng):
+def test_tensors_that_a_model_caches_can_be_used_after_a_product(rng):
     class Caching(Scaled):
         cache = None
 

@@ -108,6 +108,6 @@ def test_a_recorded_graph_maps_over_blocks():
         (lambda x: x + torch.rand(2, generator=torch.Generator()), "random numbers"),
     ],
 )
-def test_what_a_graph_cannot_hold_is_refused(function, message):
+def test_functions_that_a_graph_cannot_represent_are_refused(function, message):
     with pytest.raises(RuntimeError, match=message):
         record(function, [numbers(2)])

@@ -1,4 +1,4 @@
-"""Misuse: each a clear error."""
+"""Wrong arguments raise an error that names them."""
 
 from functools import partial
 
@@ -400,7 +400,7 @@ def test_an_error_of_the_model_names_the_batch_and_its_tensors(model):
         Risk(model, CE, [(noise(4, 2), labels(3, 4))])
 
 
-def test_options_of_another_kind_raise_in_their_own_words(model):
+def test_options_of_a_wrong_type_raise(model):
     risk = Risk(model, CE, vectors(4))
     with pytest.raises(TypeError, match=r"options must be among engine, .*, got egnine"):
         hessian(risk, egnine="eager")

@@ -385,7 +385,7 @@ def test_a_matrix_of_zeros_has_no_shift_and_no_division_by_zero():
 
 
 @pytest.mark.parametrize("missing", [0, 1, 5])
-def test_probes_of_all_dimensions_outside_are_exact(missing):
+def test_probes_that_span_the_complement_have_no_sampling_error(missing):
     x = inputs()
     matrices = x[:, :, None] * x[:, None, :]
 
@@ -411,7 +411,7 @@ def test_a_batch_of_all_samples_is_as_uncertain_as_its_eigenvalue(dtype):
         assert abs(float(part.value.mean[0] - exact)) <= float(part.value.error()[0])
 
 
-def test_a_size_that_is_there_twice_is_measured_twice():
+def test_a_repeated_batch_size_is_measured_twice():
     found = batch_prediction(linear_risk(inputs()), batch_sizes=(4, 64, 4), group_size=16)
 
     assert found.best.source == ("measured", "subspace", "measured")
@@ -437,7 +437,7 @@ def heavy_risk(n=640, dtype=torch.float64):
     return linear_risk(x)
 
 
-def test_a_prediction_beyond_its_range_is_not_printed_as_if_it_were_trusted():
+def test_predictions_that_cannot_be_trusted_are_printed_in_brackets():
     sizes = (2, 8, 32, 320, 640)
     risk = heavy_risk()
     found = batch_prediction(risk, batch_sizes=sizes, num_vectors=6, group_size=1)

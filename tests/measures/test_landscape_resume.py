@@ -1,4 +1,4 @@
-"""Landscapes go on from where they were, bit for bit."""
+"""Landscapes resume bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sharpness goes on from where it was, bit for bit."""
+"""Sharpness resumes bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Eigenvalues that all probes have found, split off from what is sampled."""
+"""Traces in which simple eigenvalues are counted exactly, and the rest is sampled."""
 
 import math
 from functools import cache, partial
@@ -52,7 +52,7 @@ def runs_of(values, *, num_probes, seed=0, dtype=torch.float64, num_steps=40, sp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_probes", [2, 8])
-def test_only_simple_outliers_are_split_off(num_probes, dtype):
+def test_only_simple_eigenvalues_are_counted_exactly(num_probes, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
     for values, expected in ((SIMPLE, [-6.0, 5.0, 8.0, 12.0]), (DOUBLE, [5.0, 12.0])):
         runs = runs_of(values, num_probes=num_probes, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What torch asks of an optimiser, of every adaptive one here."""
+"""The adaptive optimisers behave like those of torch: groups, state, flags and errors."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""torch's own tests of optimisers, where its test file can be had."""
+"""The tests that torch has for optimisers, if its test file is available."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""GadamAuto's rule: when averaging begins and when training stops."""
+"""The rule by which averaging begins and training stops."""
 
 import json
 

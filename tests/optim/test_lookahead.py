@@ -1,4 +1,4 @@
-"""Lookahead against a reference of ten lines, and as an optimiser among others."""
+"""Lookahead against a reference of ten lines, and with other optimisers of torch."""
 
 import copy
 

@@ -446,7 +446,7 @@ def spectrum_of(values, weights_):
     return lanczos(op, num_steps=len(values), start=start)
 
 
-def test_the_bulk_and_what_is_not_positive_are_dropped_and_said():
+def test_the_bulk_and_values_that_are_not_positive_are_dropped_and_reported():
     rates = spectral_rates(spectrum_of([-1.0, 0.01, 1.0, 4.0], [0.1, 0.7, 0.1, 0.1]))
     assert (rates.lambda_min, rates.lambda_max) == pytest.approx((1.0, 4.0), rel=1e-5)
     assert rates.dropped_mass == pytest.approx(0.7)
@@ -467,7 +467,7 @@ def test_the_largest_value_counts_even_if_most_of_the_mass_is_there():
     torch.testing.assert_close(model.w.detach(), 0.5 * model.b)
 
 
-def test_one_value_that_is_left_has_no_momentum():
+def test_a_single_remaining_value_has_no_momentum():
     rates = spectral_rates(spectrum_of([0.0, 4.0], [0.8, 0.2]))
     assert (rates.rate, rates.momentum) == pytest.approx((0.25, 0.0))
 

@@ -1,4 +1,4 @@
-"""Readings of steps against dense eigenvectors."""
+"""Steps of optimisers along eigenvectors, against dense eigenvectors."""
 
 import pytest
 import torch
