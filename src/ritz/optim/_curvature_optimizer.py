@@ -1,12 +1,13 @@
 """`CurvatureOptimizer`, the protocol of optimisers that need curvature, and their shared code."""
 
 import math
-from collections.abc import Iterable
-from typing import Any, Literal, Protocol, final, get_args, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal, Protocol, final, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_choice
 from ritz._core.params import parameters
@@ -99,34 +100,63 @@ class TracedMatrix:
         return self._op
 
 
+class MatrixOptimizer(Optimizer, ABC):
+    """Base class of optimisers that measure a curvature matrix, one for all groups.
+
+    Attributes:
+        measured: Measured values in the groups, with their initial values. They are not among the
+            defaults, because the cyclic schedulers of torch replace the momentum of an optimiser
+            that has it as a default.
+    """
+
+    measured: ClassVar[dict[str, Any]]
+
+    def __init__(self, params: ParamsT, settings: dict[str, Any]) -> None:
+        self._forget()
+        super().__init__(params, settings)
+
+    @property
+    @abstractmethod
+    def _shared(self) -> tuple[str, ...]:
+        """Settings that must be the same in all groups."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Forget everything that is not part of the state."""
+
+    @abstractmethod
+    def _check(self, settings: dict[str, Any]) -> None:
+        """Raise unless the settings of a group are valid."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # Rules and schedules may have changed the first group since the optimiser was created.
+        first = self.param_groups[0] if self.param_groups else self.defaults | self.measured
+        shared, measured = ({k: first[k] for k in names} for names in (self._shared, self.measured))
+        group = shared | param_group | measured
+        self._check(self.defaults | group)
+        for name in shared if self.param_groups else ():
+            if group[name] != first[name]:
+                raise ValueError(
+                    f"{name} must be the same in all groups, got {group[name]} beside {first[name]}"
+                )
+        super().add_param_group(group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+        # The rounding of sums depends on the alignment in memory, which tensors from a file may
+        # lack. A copy is aligned like the original.
+        for entry in self.state.values():
+            entry.update({k: v.clone() for k, v in entry.items() if isinstance(v, Tensor)})
+
+    def curvature_due(self, step: int) -> bool:
+        """Return whether the curvature must be measured before a step."""
+        return step % int(self.param_groups[0].get("interval", 1)) == 0
+
+
 def check_matrix(matrix: str) -> None:
     """Raise unless ``matrix`` is ``hessian``, ``ggn`` or ``fisher``."""
     check_choice("matrix", matrix, get_args(NewtonMatrix))
-
-
-def is_refresh_due(optimizer: Optimizer, step: int) -> bool:
-    """Return whether a step is a multiple of the ``interval`` of an optimiser."""
-    return step % int(optimizer.param_groups[0]["interval"]) == 0
-
-
-def settings_of_group(
-    optimizer: Optimizer, group: dict[str, Any], shared: Iterable[str]
-) -> dict[str, Any]:
-    """Return a new group, completed by the settings that must be the same in all groups.
-
-    The values are those of the first group, because rules and schedules may have changed them since
-    the optimiser was created. It raises if the new group has other values.
-    """
-    present = optimizer.param_groups[0] if optimizer.param_groups else optimizer.defaults
-    # Values of the group itself take precedence here. They are checked below.
-    complete = {name: present[name] for name in shared} | group
-    for name in shared if optimizer.param_groups else ():
-        if complete[name] != present[name]:
-            raise ValueError(
-                f"{name} must be the same in all groups, got {complete[name]} beside "
-                f"{present[name]}"
-            )
-    return complete
 
 
 def optimizer_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]:

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, final, get_args
+from typing import Any, ClassVar, Literal, final, get_args
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from ritz._core.blocks import inner_products
 from ritz._core.checks import check_choice, check_count, check_range, check_type, is_below
@@ -16,12 +16,12 @@ from ritz._core.results import AsymmetryError
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import ShiftedOperator
 from ritz.optim._curvature_optimizer import (
+    MatrixOptimizer,
     TracedMatrix,
     evaluate,
     optimizer_gradients,
     optimizer_risk,
     require_curvature,
-    settings_of_group,
 )
 from ritz.optim._damping import TUNING as DAMPING
 from ritz.optim._damping import levenberg_marquardt, reduction_ratio
@@ -43,12 +43,10 @@ class Tuning:
 
 
 TUNING = Tuning()
-# Settings that all groups share, because one system is solved for all of them.
-SHARED = ("delta", "max_steps", "decay", "adapt", "matrix")
 
 
 @final
-class HessianFree(Optimizer):
+class HessianFree(MatrixOptimizer):
     r"""Damped Newton steps by conjugate gradients: Hessian-free optimisation.
 
     .. math::
@@ -106,26 +104,24 @@ class HessianFree(Optimizer):
         matrix: Literal["ggn", "hessian"] = "ggn",
         weight_decay: float = 0.0,
     ) -> None:
-        self._forget()
-        settings: dict[str, Any] = {
-            "lr": lr,
-            "delta": delta,
-            "max_steps": max_steps,
-            "decay": decay,
-        }
-        settings |= {"adapt": adapt, "matrix": matrix, "weight_decay": weight_decay}
-        super().__init__(params, settings | {"ratio": None, "num_iterations": 0})
+        settings: dict[str, Any] = {"lr": lr, "delta": delta, "max_steps": max_steps}
+        settings |= {"decay": decay, "adapt": adapt, "matrix": matrix}
+        super().__init__(params, settings | {"weight_decay": weight_decay})
+
+    measured: ClassVar[dict[str, Any]] = {"ratio": None, "num_iterations": 0}
+
+    @property
+    def _shared(self) -> tuple[str, ...]:
+        # Adapting the damping compares losses after a step with a single learning rate.
+        adapts = (self.param_groups or [self.defaults])[0]["adapt"]
+        return "delta", "max_steps", "decay", "adapt", "matrix", *(("lr",) if adapts else ())
 
     def _forget(self) -> None:
         self._traced = TracedMatrix()
         self._op: CurvatureOperator | None = None
         self._params: dict[str, Tensor] = {}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # Adapting the damping compares losses after a step with a single learning rate.
-        adapts = (self.param_groups or [self.defaults])[0]["adapt"]
-        group = settings_of_group(self, param_group, (*SHARED, *["lr"] * bool(adapts)))
-        settings = self.defaults | group
+    def _check(self, settings: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay"):
             check_setting(name, settings[name])
         # delta must be above 0, because without damping the system may be singular.
@@ -134,20 +130,11 @@ class HessianFree(Optimizer):
         check_range("decay", settings["decay"], low=0.0, high=1.0)
         check_type("adapt", settings["adapt"], bool, "True or False")
         check_choice("matrix", settings["matrix"], get_args(Literal["ggn", "hessian"]))
-        super().add_param_group(group)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._forget()
 
     @property
     def adapts_damping(self) -> bool:
         """Whether the optimiser adapts the damping itself."""
         return bool(self.param_groups[0]["adapt"])
-
-    def curvature_due(self, step: int) -> bool:
-        """Return True, because every step needs the matrix at its own weights."""
-        return True
 
     @torch.no_grad()
     def update_curvature(self, risk: Risk) -> None:
