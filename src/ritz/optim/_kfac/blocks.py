@@ -82,7 +82,7 @@ class Settings:
 
 
 # A call of a layer, and the derivatives ``(1, batch, ...)`` in its outputs for each column.
-Passed = tuple[Call, list[Tensor]]
+LayerCall = tuple[Call, list[Tensor]]
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +127,8 @@ class Block(ABC):
         self._backward: object = None
         self._several = False  # whether several calls may belong to this backward pass
         self._counted: set[tuple[object, int]] = set()
-        self._waiting: dict[tuple[object, int, int], list[Passed]] = {}
+        self._waiting: dict[tuple[object, int, int], list[LayerCall]] = {}
+        self._late: list[list[LayerCall]] = []  # calls to be projected, for EK-FAC
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -165,29 +166,29 @@ class Block(ABC):
     # The sums of a step.
 
     @property
+    @abstractmethod
     def joins(self) -> bool:
         """Whether all calls of a layer on the same samples must be added together."""
-        return False
 
     def expect(self) -> None:
         """Count a call of the layer. Its derivatives arrive in a backward pass."""
         self._calls += 1
 
-    def receive(self, passed: Passed, of: Pass) -> None:
+    def receive(self, call: LayerCall, of: Pass) -> None:
         """Take a call of the layer with its derivatives."""
         if of.backward != self._backward:
             self._backward, self._several = of.backward, self._calls > 1
         self._calls = max(0, self._calls - 1)
-        rows = len(passed[0].args[0])
+        rows = len(call[0].args[0])
         # Calls with equal numbers of samples in one backward pass are of the same samples, which
         # count once. The rows of a layer may include positions, so the rows of the model are used.
         self._counted.add((of.backward, rows if of.rows is None else of.rows))
         self.samples = sum(samples for _, samples in self._counted)
         if self.joins and self._several:
-            key = of.backward, rows, len(passed[1])
-            self._waiting.setdefault(key, []).append(passed)
+            key = of.backward, rows, len(call[1])
+            self._waiting.setdefault(key, []).append(call)
         else:
-            self.add([passed])
+            self.add([call])
 
     def complete(self) -> None:
         """Add the calls that had to wait for the end of the step."""
@@ -202,7 +203,7 @@ class Block(ABC):
     def clear(self) -> None:
         """Forget the sums of this step."""
         self.sums, self.columns, self.samples, self.rows = {}, {}, 0, 0
-        self._backward, self._counted, self._waiting = None, set(), {}
+        self._backward, self._counted, self._waiting, self._late = None, set(), {}, []
 
     def absorb(self, gain: float) -> None:
         """Update the averages with the sums of this step.
@@ -248,7 +249,7 @@ class Block(ABC):
         }
 
     @abstractmethod
-    def add(self, calls: list[Passed]) -> None:
+    def add(self, calls: list[LayerCall]) -> None:
         """Add calls of the layer on the same samples."""
 
     @abstractmethod
@@ -311,14 +312,13 @@ class KroneckerBlock(Block):
         # The names of the diagonal factors.
         large = {k for k, order in self.orders.items() if limit is not None and order > limit}
         self.diagonal = large | ({"inputs"} if self.table else set())
-        self._late: list[list[Passed]] = []
 
     @property
     def joins(self) -> bool:
         # The square of a sum over positions has mixed terms between the calls.
         return self.reduces or self.settings.kind == "ekfac"
 
-    def add(self, calls: list[Passed]) -> None:
+    def add(self, calls: list[LayerCall]) -> None:
         if self.reduces:
             self._add_reduced(calls)
         else:
@@ -352,7 +352,7 @@ class KroneckerBlock(Block):
         else:
             self._sum("inputs", input_moment(self.module, x, self.keys, diagonal=diagonal))
 
-    def _add_reduced(self, calls: list[Passed]) -> None:
+    def _add_reduced(self, calls: list[LayerCall]) -> None:
         diagonal = "inputs" in self.diagonal, "outputs" in self.diagonal
         for number, parts in enumerate(_columns(calls)):
             a, delta = join_calls(self.module, parts)
@@ -362,7 +362,7 @@ class KroneckerBlock(Block):
                 self._sum("inputs", inputs)
                 self.rows += len(a)
 
-    def _project(self, calls: list[Passed]) -> None:
+    def _project(self, calls: list[LayerCall]) -> None:
         basis = self.inverse.get("outputs_basis")
         for parts in _columns(calls):
             if isinstance(self.module, nn.Embedding):
@@ -381,10 +381,6 @@ class KroneckerBlock(Block):
     def absorb_late(self, gain: float) -> None:
         """Use the first projected squares as the average."""
         self.average["scales"] = self.sums["scales"] * gain
-
-    def clear(self) -> None:
-        super().clear()
-        self._late = []
 
     def _shapes(self, *, whole: bool = False) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the sums of a step, or of all averages with ``whole``."""
@@ -529,7 +525,7 @@ class KroneckerBlock(Block):
         return pieces
 
 
-def _columns(calls: list[Passed]) -> list[list[tuple[Call, Tensor]]]:
+def _columns(calls: list[LayerCall]) -> list[list[tuple[Call, Tensor]]]:
     """Return one list per column: the calls, each with its derivative for this column."""
     return [[(call, columns[i]) for call, columns in calls] for i in range(len(calls[0][1]))]
 
@@ -608,7 +604,7 @@ class AffineBlock(Block):
     def joins(self) -> bool:
         return True
 
-    def add(self, calls: list[Passed]) -> None:
+    def add(self, calls: list[LayerCall]) -> None:
         for parts in _columns(calls):
             # Each feature has its own small matrix, so no Kronecker product is needed.
             rows = [

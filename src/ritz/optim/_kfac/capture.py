@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ritz._core.batches import tensors
 from ritz.curvature._shared import CONVOLUTIONS, Call
-from ritz.optim._kfac.blocks import Block, Pass, Passed
+from ritz.optim._kfac.blocks import Block, LayerCall, Pass
 
-Receive = Callable[[Block, Passed, Pass], None]
+Receive = Callable[[Block, LayerCall, Pass], None]
 
 
 @final
