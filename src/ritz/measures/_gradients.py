@@ -312,10 +312,8 @@ def _curved(noise: Estimate, along: Estimate, square: Estimate, method: str) -> 
             message=f"the curvature along the gradient is {float(along):.3g}, not positive",
             advice="use matrix='ggn'",
         )
-        nan = torch.tensor(math.nan, dtype=torch.float64)
-        unknown = torch.tensor(math.inf, dtype=torch.float64)
-        return replace(
-            Estimate.exact(nan, method="tr(H Sigma) / g'Hg", status=status), truncation=unknown
+        return Estimate.exact(
+            math.nan, method="tr(H Sigma) / g'Hg", truncation=math.inf, status=status
         )
     return propagate(
         lambda top, rayleigh, size: _ratio(top, rayleigh * size),
