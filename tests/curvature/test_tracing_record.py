@@ -87,7 +87,7 @@ def test_layouts_are_those_of_the_tensors():
 
     assert layouts[0].shape == (2, 3)
     assert [layout.contiguous for layout in layouts[:2]] == [True, False]
-    expanded = layouts[0]._replace(shape=torch.Size([1, 3])).expanded(torch.Size([4, 3]))
+    expanded = layouts[0]._replace(shape=torch.Size([1, 3])).expand_to(torch.Size([4, 3]))
     assert expanded.stride == (0, 1)
 
 

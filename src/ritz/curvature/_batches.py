@@ -118,7 +118,7 @@ class Batches:
         if self._compared and _shuffles(data):
             raise ValueError(f"data must have a fixed order, got a loader that shuffles: {FREEZE}")
         drawn = None if max_samples is None else seed
-        batches = _shown(data, progress)
+        batches = _with_progress(data, progress)
         self._read(batches, drawn, room=TUNING.memory if self._compared else float("inf"))
 
     def _read(self, source: Iterable[Any], seed: int | None, room: float) -> None:
@@ -220,7 +220,7 @@ def draw_samples(
     with _generators_restored(data):
         if not isinstance(data, Sequence):
             torch.default_generator.manual_seed(seed)
-        return draw_rows(map(as_plain, _shown(data, progress)), count, seed)
+        return draw_rows(map(as_plain, _with_progress(data, progress)), count, seed)
 
 
 def _subset_loader(data: Any, count: int, seed: int) -> Iterable[Batch] | None:
@@ -329,7 +329,7 @@ def _join(parts: list[Batch], longest: int) -> list[Batch]:
     return [batch for whole in joined for batch in split_rows(whole, longest, num_rows(whole))]
 
 
-def _shown(data: Iterable[Any], progress: bool | Progress) -> Iterator[Any]:
+def _with_progress(data: Iterable[Any], progress: bool | Progress) -> Iterator[Any]:
     """Yield the batches, with a progress bar if they come from a loader."""
     shown = False if isinstance(data, Sequence) else progress
     total = len(data) if isinstance(data, Sized) else None

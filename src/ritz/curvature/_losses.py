@@ -179,7 +179,7 @@ def known_loss(loss_fn: Any) -> KnownLoss | None:
 
     ``None`` if they are not known: for other losses, class weights, and sums instead of means.
     """
-    kind, options = _described(loss_fn)
+    kind, options = _describe(loss_fn)
     weighted = any(options.get(name) is not None for name in ("weight", "pos_weight"))
     if kind is None or weighted or options.get("reduction", "mean") != "mean":
         return None
@@ -202,14 +202,14 @@ def as_likelihood(loss_fn: Any) -> KnownLoss:
 
 def check_reduction(loss_fn: Any) -> None:
     """Raise if a loss of torch is the sum over the batch."""
-    options = _described(loss_fn)[1]
+    options = _describe(loss_fn)[1]
     if old := [name for name in ("size_average", "reduce") if options.get(name) is not None]:
         raise ValueError(f"loss_fn must use reduction='mean', got the deprecated {old[0]}")
     if options.get("reduction") == "sum":
         raise ValueError("loss_fn must return the mean over a batch, got one with reduction='sum'")
 
 
-def _described(loss_fn: Any) -> tuple[Kind | None, dict[str, Any]]:
+def _describe(loss_fn: Any) -> tuple[Kind | None, dict[str, Any]]:
     """Return the kind of a loss of torch, or ``None``, and its options."""
     options: dict[str, Any] = {}
     if isinstance(loss_fn, nn.Module):
@@ -264,7 +264,7 @@ def output_hessian(
     if known is not None:
         return known.hessian(outputs, target, tangent)
     if _takes_log_probabilities(loss_fn):
-        loss_fn = partial(functional.cross_entropy, **_described(loss_fn)[1])
+        loss_fn = partial(functional.cross_entropy, **_describe(loss_fn)[1])
     gradient = grad(lambda point: loss_fn(point, target))
     if reverse:
         return vjp(gradient, outputs)[1](tangent)[0]
@@ -302,7 +302,7 @@ def losses_alone(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
 
 def is_kept(loss_fn: Any, labels: Tensor) -> Tensor:
     """Return which labels a loss does not ignore."""
-    ignored: int = _described(loss_fn)[1].get("ignore_index", -100)
+    ignored: int = _describe(loss_fn)[1].get("ignore_index", -100)
     return labels != ignored
 
 
@@ -311,7 +311,7 @@ def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
 
     ``None`` for other losses and for targets that are probabilities.
     """
-    kind, options = _described(loss_fn)
+    kind, options = _describe(loss_fn)
     if kind != "cross_entropy" or not isinstance(target, Tensor) or target.is_floating_point():
         return None
     counted = is_kept(loss_fn, target)
@@ -335,7 +335,7 @@ def check_loss(loss: Any, index: int) -> None:
 
 def _has_class_labels(loss_fn: Any, target: Any) -> bool:
     # Also for a subclass of CrossEntropyLoss, whose derivatives are not known.
-    entropy = _described(loss_fn)[0] == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
+    entropy = _describe(loss_fn)[0] == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
     return entropy and isinstance(target, Tensor)
 
 

@@ -285,11 +285,11 @@ class Products:
                 choice.column, primal = self._choose(context)
         if choice.engine == "eager" and choice.plan.startswith(PLAIN):
             self.block_size = 1  # vmap does not support torch.autograd.grad
-        found = self._trace(choice.column, context) if primal is None else (
+        traced = self._trace(choice.column, context) if primal is None else (
             self._choice.traces[signature(context)][-1], primal)  # fmt: skip
-        if found is None:
+        if traced is None:
             return partial(self._eager, choice.column, context)
-        trace, primal = found
+        trace, primal = traced
         linear = partial(trace.tangent, primal)
         theta = self.risk.theta
         if self._room is None:
@@ -394,7 +394,7 @@ class Products:
         if part := self._prime_part(context):
             traced = partial(self._linearize, column, part, rows=part.size)
             trace, problem = attempt(traced, Exception)
-            primal = None if problem else self._compared(trace, context, u, Au)
+            primal = None if problem else self._primal_if_equal(trace, context, u, Au)
         if primal is not None:
             self._choice.any_rows = _of_one_sample(context), trace
         with arithmetic(self.risk.precision):
@@ -423,7 +423,7 @@ class Products:
         for trace in known or ():
             with suppress(GuardError):
                 return trace, trace.primal(point, context.size)
-        if known is None and not problem and (served := self._resized(column, context)):
+        if known is None and not problem and (served := self._trace_of_any_rows(column, context)):
             traces[key] = [served[0]]
             return served
         if known == [] or (known is None and self._is_rare(context)):
@@ -468,7 +468,7 @@ class Products:
                 return context.rows(slice(0, rows))
         return None
 
-    def _resized(
+    def _trace_of_any_rows(
         self, column: Column, context: Context
     ) -> tuple[Linearization, list[Primal]] | None:
         """Return the trace ``any_rows`` and its primal part if it gives the product of a batch."""
@@ -476,10 +476,10 @@ class Products:
         if trace is None or kind != _of_one_sample(context):
             return None
         u = _as_large(self.risk.theta)
-        primal = self._compared(trace, context, u, self._eager(column, context, u[None])[0])
+        primal = self._primal_if_equal(trace, context, u, self._eager(column, context, u[None])[0])
         return None if primal is None else (trace, primal)
 
-    def _compared(
+    def _primal_if_equal(
         self, trace: Linearization, context: Context, u: Tensor, Au: Tensor
     ) -> list[Primal] | None:
         """Return the primal part for a number of samples, or ``None`` if its product is wrong.

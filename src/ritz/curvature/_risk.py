@@ -188,14 +188,16 @@ class Risk:
             with torch.no_grad(), self.settings():
                 call = partial(functional_call, self.model, self.params | self._constants, ())
                 # If the model cannot be called in this way, a later check has a better message.
-                own = recognized_loss(
+                model_loss = recognized_loss(
                     lambda keywords: attempt(partial(call, keywords), *UNSUITABLE)[0], here
                 )
-            if own is not None:
+            if model_loss is not None:
                 self.loss_fn = functional.cross_entropy
-                self.adapter = Adapter(self.model, self.loss_fn, None, own)
-        own = self.adapter.own
-        return num_rows(batch) if own is None or not own.tokens else own.num_terms(batch["labels"])
+                self.adapter = Adapter(self.model, self.loss_fn, None, model_loss)
+        model_loss = self.adapter.model_loss
+        if model_loss is None or not model_loss.tokens:
+            return num_rows(batch)
+        return model_loss.num_terms(batch["labels"])
 
     def _read(self, data: Any, batch_size: int | None, **first: Any) -> None:
         """Read the batches, and count their samples over all processes."""
@@ -263,7 +265,7 @@ class Risk:
             raise ValueError(f"theta must be ({size},), got {tuple(theta.shape)}")
         check_tensor("theta", theta, dtype=dtype, device=device, rows=size, like="the risk")
         with modes.outside_inference():
-            return self._changed(theta=theta.detach().clone(), shared=self.shared)
+            return self._copy_with(theta=theta.detach().clone(), shared=self.shared)
 
     def moved(self, data: Any = None, *, batch_size: int | None = None) -> "Risk":
         """Return the risk at the current weights of the model, on the same or on other data.
@@ -279,7 +281,7 @@ class Risk:
         names = list(self.space.shapes)
         with modes.outside_inference():
             space, theta, constants, _ = parameters.copy_state(self.model, names, self.precision)
-            other = self._changed(space=space, theta=theta, _constants=constants)
+            other = self._copy_with(space=space, theta=theta, _constants=constants)
         for name, value in other.params.items():
             check_finite(f"parameter {name!r}", value)
         if data is not None:
@@ -307,7 +309,7 @@ class Risk:
         """Return the risk with batch norm in another mode."""
         check_choice("batch_norm", mode, BATCH_NORM_MODES)
         self._check_batch_norm(mode)
-        return self._changed(batch_norm=mode)
+        return self._copy_with(batch_norm=mode)
 
     def with_constant_statistics(self) -> "Risk":
         """Return a risk whose derivatives treat the batch statistics of batch norm as constants.
@@ -315,11 +317,11 @@ class Risk:
         Loss and outputs stay the same. The gradient of a sample then depends on its own loss alone,
         so that per-sample gradients exist in train mode too.
         """
-        return self if self.separable else self._changed(_constant=True)
+        return self if self.separable else self._copy_with(_constant=True)
 
     def without_l2(self) -> "Risk":
         """Return the risk without its L2 term."""
-        return self._changed(l2=0.0, shared=self.shared)
+        return self._copy_with(l2=0.0, shared=self.shared)
 
     def on(self, params: Selection) -> "Risk":
         """Return the risk as a function of some of its parameters. The others are constant."""
@@ -329,7 +331,7 @@ class Risk:
         space = ParamSpace(values)
         with modes.outside_inference():
             theta = space.flatten(values)
-        return self._changed(space=space, theta=theta, _constants=self._constants | constants)
+        return self._copy_with(space=space, theta=theta, _constants=self._constants | constants)
 
     def batch(self, index: int) -> "Risk":
         """Return the risk of one batch. The batch must belong to this process."""
@@ -532,7 +534,7 @@ class Risk:
             raise ValueError("loss and gradient must be finite, got NaN or Inf in another process")
 
     def _on_batches(self, batches: list[Batch]) -> "Risk":
-        other = self._changed(sharing="none", shared=self.shared)
+        other = self._copy_with(sharing="none", shared=self.shared)
         other._batches = Batches(batches, device=self.theta.device, count=self._batches.count)
         other.num_samples = sum(other.batch_sizes)
         if self.batch_norm == "recomputed":
@@ -540,7 +542,7 @@ class Risk:
             other.batch_norm, other._constants = "eval", self.constants()
         return other
 
-    def _changed(self, **changes: Any) -> "Risk":
+    def _copy_with(self, **changes: Any) -> "Risk":
         other = copy.copy(self)
         other._statistics, other._sample_gaps, other.shared = None, {}, {}
         for name, value in changes.items():

@@ -71,7 +71,7 @@ class AdviceNumbers:
         self.weight = noise_weight(optimizer, momentum)
         self.share = share_of_variance(self.sizes, self.num_samples)
 
-    def shifted(self, top: Estimate, along: Estimate) -> Estimate:
+    def shift_by_noise(self, top: Estimate, along: Estimate) -> Estimate:
         """Return the largest eigenvalues of batches, shifted by the noise along the eigenvector."""
         # lambda' = lambda + V(phi) / (b lambda), assuming that the mean of the bulk is nearly 0
         return propagate(
@@ -121,7 +121,7 @@ class AdviceNumbers:
         """
         best, top = self.prediction.best, self.prediction.lambda_max
         if preconditioned is not None:
-            value = self.shifted(*preconditioned)
+            value = self.shift_by_noise(*preconditioned)
             # Assume that the preconditioned curvature has the same relative spread.
             scaled = partial(propagate, lambda s, v, new: s / v * new)
             spread = scaled(best.spread, best.value, value, method="same relative spread")

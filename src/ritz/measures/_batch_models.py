@@ -125,11 +125,11 @@ class SampleStatistics:
         limits = [squares.mean() * max(1.0, size / p.groups.size) for size in sizes]
         return torch.stack([squares[squares > limit].sum() / total for limit in limits])
 
-    def _over_groups(self, gaps: Tensor, what: str) -> Estimate:
+    def _over_groups(self, gaps: Tensor, name: str) -> Estimate:
         """Return the mean over groups of squared deviations; exact for groups of one sample."""
         estimate = Estimate.exact(
             float(gaps.mean()),
-            method=f"{what} from {len(gaps)} groups",
+            method=f"{name} from {len(gaps)} groups",
             num_products=self.num_products,
             seed=self.seed,
         )
@@ -301,7 +301,7 @@ def additive(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
         centre=stats.bulk_mean,
         size=stats.projections.num_parameters,
     )
-    return _spiked(stats, spikes.value, spikes.stddev, spikes.overlap, "additive")
+    return _curve_of_spikes(stats, spikes.value, spikes.stddev, spikes.overlap, "additive")
 
 
 def multiplicative(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
@@ -310,7 +310,7 @@ def multiplicative(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
     shape = (3, len(sizes))
     if not (stats.bulk_mean > 0 and stats.lambda_1 > 0):
         unknown = torch.full(shape, torch.nan, dtype=torch.float64)
-        return _spiked(stats, unknown, unknown, unknown, "multiplicative")
+        return _curve_of_spikes(stats, unknown, unknown, unknown, "multiplicative")
     order = stats.projections.num_parameters
     spikes = multiplicative_spikes(
         stats.lambda_1,
@@ -319,10 +319,10 @@ def multiplicative(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
         bulk=bulk.double().clamp_min(0.1 * stats.bulk_mean)[:, None],
         size=order,
     )
-    return _spiked(stats, spikes.value, spikes.stddev, spikes.overlap, "multiplicative")
+    return _curve_of_spikes(stats, spikes.value, spikes.stddev, spikes.overlap, "multiplicative")
 
 
-def _spiked(
+def _curve_of_spikes(
     stats: SampleStatistics, values: Tensor, spreads: Tensor, overlaps: Tensor, source: str
 ) -> BatchCurve:
     """Return a curve from a model at its parameter, and at one standard error below and above."""

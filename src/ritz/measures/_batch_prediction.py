@@ -156,7 +156,7 @@ class BatchPrediction:
         ]
         for i, size in enumerate(self.batch_sizes):
             best = self.best
-            others = (bracketed(self, name, i) for name in MODELS)
+            others = (format_prediction(self, name, i) for name in MODELS)
             lines.append(
                 f"  {size:>8,}{best.value.mean[i]:>12.4g}{best.spread.mean[i]:>10.3g}"
                 f"{best.overlap.mean[i]:>9.3f}  {best.source[i]:<12}"
@@ -180,7 +180,7 @@ def homogeneity(result: BatchPrediction) -> float:
     return 1.0 if is_below(max(noise), roundoff) else noise[0] / max(noise[1], 1e-300)
 
 
-def bracketed(result: BatchPrediction, name: str, place: int) -> str:
+def format_prediction(result: BatchPrediction, name: str, place: int) -> str:
     """Return a prediction as text, in brackets if it cannot be trusted."""
     mean = float(getattr(result, name).value.mean[place])
     text = f"{mean:.4g}" if math.isfinite(mean) else "-"

@@ -175,7 +175,7 @@ def noise_of(
         gradient_square=square,
         along=along,
         simple=propagate(_ratio, variance, square, method=f"tr Sigma / |g|^2, {groups}"),
-        curved=_curved(noise, along, square, str(groups)),
+        curved=_critical_size(noise, along, square, str(groups)),
         matrix=op.matrix,
         num_samples=groups.total,
         num_products=noise.num_products + 1,
@@ -305,7 +305,7 @@ def _variance(deviations: _Deviations, scale: float, generator: torch.Generator)
     return replace(estimate, stderr=estimate.stderr * groups.unseen if groups.unseen else zero)
 
 
-def _curved(noise: Estimate, along: Estimate, square: Estimate, method: str) -> Estimate:
+def _critical_size(noise: Estimate, along: Estimate, square: Estimate, method: str) -> Estimate:
     if is_below(along.mean, 0.0) or not bool(torch.isfinite(along.mean)):
         status = Status(
             outcome="uncertain",

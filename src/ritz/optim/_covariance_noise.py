@@ -201,7 +201,7 @@ class CovarianceNoise:
 
     def observing(self, batch: Any) -> Any:
         """Return a context in which the forward pass of a batch must run, outside of autocast."""
-        return self._step.observing(batch, wanted=self.active and self.kind not in OF_STEP)
+        return self._step.observing(batch, active=self.active and self.kind not in OF_STEP)
 
     def pull(
         self, loss: Tensor, outputs: Any, target: Any, batch: Any, scale: float | Tensor, share: Any
@@ -318,9 +318,9 @@ class CovarianceNoise:
         self._step.roots = {}
         for name, p in self._named.items():
             state = optimizer.state.get(p, {})
-            found = {k.removeprefix(ROOT): v for k, v in state.items() if k.startswith(ROOT)}
-            if found:
-                self._step.roots[name] = found
+            roots = {k.removeprefix(ROOT): v for k, v in state.items() if k.startswith(ROOT)}
+            if roots:
+                self._step.roots[name] = roots
 
 
 @final

@@ -171,10 +171,10 @@ class Damping:
             if risk is None:
                 raise ValueError(f"step() needs a risk for rule={self.rule!r}, got None")
             measure = shrinkage_damping if self.rule == "shrinkage" else noise_damping
-            own, _ = optimizer_risk(self.optimizer, risk)
+            restricted, _ = optimizer_risk(self.optimizer, risk)
             # 1/b = 1/B - 1/N, which is zero for a batch of all samples.
             inverse = max(0.0, 1 / (self.batch_size or 1) - 1 / (self.num_samples or math.inf))
-            unit = measure(own, inverse, matrix=self.matrix, seed=self.seed)
+            unit = measure(restricted, inverse, matrix=self.matrix, seed=self.seed)
             for group in self.optimizer.param_groups:
                 rate = float(group["lr"]) if self.rule == "noise" else 1.0
                 self._set(group, unit * rate)

@@ -179,7 +179,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, tuple[str, Tensor]]]:
     """Yield the keys of a state to load, each with the name and the parameter it belongs to."""
-    here, there = listed(optimizer.param_groups), listed(state_dict["param_groups"])
+    here, there = map(named_params, (optimizer.param_groups, state_dict["param_groups"]))
     for index, ((name, p), (saved, place)) in enumerate(zip(here, there, strict=False)):
         if name is not None and saved is not None and _bare(name) != _bare(saved):
             raise ValueError(f"state_dict does not match: expected parameter {name}, got {saved}")
@@ -194,7 +194,7 @@ def _bare(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
-def listed(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:
+def named_params(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:
     """Return the names (or ``None``) and the parameters of all groups, in order."""
     params = chain.from_iterable(group["params"] for group in groups)
     names = chain.from_iterable(

@@ -187,15 +187,15 @@ class StepReader:
         if any(p not in self.before or p.grad is None for p in params.values()):
             return None
         group = {p: group for group in self.optimizer.param_groups for p in group["params"]}
-        before = _joined(self.before[p] for p in params.values())
-        gradient = _joined(p.grad for p in params.values() if p.grad is not None)
+        before = _flatten(self.before[p] for p in params.values())
+        gradient = _flatten(p.grad for p in params.values() if p.grad is not None)
         coupled = torch.zeros_like(before)
         decay = torch.zeros_like(before)
         place = 0
         for p in params.values():
             part, place = slice(place, place + p.numel()), place + p.numel()
             factor = float(group[p].get("weight_decay", 0.0))
-            if decoupled(self.optimizer, group[p]):
+            if has_decoupled_decay(self.optimizer, group[p]):
                 decay[part] = -learning_rate(group[p]) * factor * before[part]
             else:
                 coupled[part] = factor * before[part]
@@ -204,7 +204,7 @@ class StepReader:
             vectors,
             gradient=gradient + coupled,
             before=before,
-            after=_joined(params.values()),
+            after=_flatten(params.values()),
             decay=decay,
         )
         return _split_decay(reading, inner_products(vectors, coupled).cpu())
@@ -219,7 +219,7 @@ class StepReader:
         self.note()
 
 
-def _joined(parts: Iterable[Tensor]) -> Tensor:
+def _flatten(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
@@ -229,7 +229,7 @@ def learning_rate(group: dict[str, Any]) -> float:
     return float(group.get("lr", 0.0)) * (group.get("rate", 1.0) or 0.0)
 
 
-def decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def has_decoupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return whether weight decay is decoupled from the gradient."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])

@@ -260,16 +260,16 @@ class Block(ABC):
         """Return the factors that turn sums into means, by name."""
 
     @abstractmethod
-    def decomposed(self, delta: float) -> Tensors:
+    def decompose(self, delta: float) -> Tensors:
         """Return the tensors that represent the damped inverse of the current averages."""
 
     @abstractmethod
     def blank(self) -> Tensors:
-        """Return empty tensors of the shapes of :meth:`decomposed`, to receive a broadcast."""
+        """Return empty tensors of the shapes of :meth:`decompose`, to receive a broadcast."""
 
     @abstractmethod
     def cost(self) -> int:
-        """Return the cost of :meth:`decomposed` in arbitrary units."""
+        """Return the cost of :meth:`decompose` in arbitrary units."""
 
     @abstractmethod
     def precondition(self, gradients: Tensors, delta: float) -> Tensors:
@@ -409,13 +409,13 @@ class KroneckerBlock(Block):
             order if name in self.diagonal else order**3 for name, order in self.orders.items()
         )
 
-    def decomposed(self, delta: float) -> Tensors:
+    def decompose(self, delta: float) -> Tensors:
         # (S + sqrt(delta)/pi I) (x) (A + pi sqrt(delta) I): the inverse of this approximation of
         # S (x) A + delta I is a Kronecker product of two small inverses.
         if self._is_factored():
             root, pi = delta**0.5, self._balance()
             shifts = {"inputs": pi * root, "outputs": root / pi}
-            return {f"{name}_inverse": self._inverted(name, shifts[name]) for name in self.orders}
+            return {f"{name}_inverse": self._invert(name, shifts[name]) for name in self.orders}
         result: Tensors = {}
         for name in self.orders:
             if name in self.diagonal:
@@ -423,8 +423,8 @@ class KroneckerBlock(Block):
             else:
                 before = self.inverse.get(f"{name}_basis")
                 basis = None if self.settings.basis == "eigh" else before
-                found = eigenbasis(self.average[name], basis)
-                result |= {f"{name}_{k}": v for k, v in found.items()}
+                parts = eigenbasis(self.average[name], basis)
+                result |= {f"{name}_{k}": v for k, v in parts.items()}
         return result
 
     def _balance(self) -> Tensor:
@@ -441,12 +441,12 @@ class KroneckerBlock(Block):
         factor = self.average[name]
         return factor if name in self.diagonal else factor.diagonal(dim1=-2, dim2=-1)
 
-    def _inverted(self, name: str, shift: Tensor) -> Tensor:
+    def _invert(self, name: str, shift: Tensor) -> Tensor:
         if name in self.diagonal:
             return (self.average[name] + shift).reciprocal()
         shifted = self.average[name].clone()
         shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
-        return inverted(shifted)
+        return inverse_of(shifted)
 
     def blank(self) -> Tensors:
         result: Tensors = {}
@@ -485,7 +485,7 @@ class KroneckerBlock(Block):
         if self._is_factored():
             A, S = inverse["inputs_inverse"], inverse["outputs_inverse"]
             V = S.unsqueeze(-1) * V if "outputs" in self.diagonal else S @ V
-            return self._parted(V * A.unsqueeze(-2) if "inputs" in self.diagonal else V @ A)
+            return self._split(V * A.unsqueeze(-2) if "inputs" in self.diagonal else V @ A)
         # U_S [(U_S' V U_A) / (s a' + delta)] U_A', where U = I for a diagonal factor.
         U_A, U_S = inverse.get("inputs_basis"), inverse.get("outputs_basis")
         V = V if U_A is None else V @ U_A
@@ -498,7 +498,7 @@ class KroneckerBlock(Block):
             scales = s.unsqueeze(-1) * a.unsqueeze(-2)
         V = V / (scales + delta)
         V = V if U_S is None else U_S @ V
-        return self._parted(V if U_A is None else V @ U_A.mT)
+        return self._split(V if U_A is None else V @ U_A.mT)
 
     def _joint(self, gradients: Tensors) -> Tensor:
         """Return ``[W b]``, ``(o, i)`` or ``(groups, o, i)``."""
@@ -513,7 +513,7 @@ class KroneckerBlock(Block):
         joint = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         return joint[0] if self.groups == 1 else joint
 
-    def _parted(self, V: Tensor) -> Tensors:
+    def _split(self, V: Tensor) -> Tensors:
         if self.table:
             return {"weight": V.T}
         pieces: Tensors = {}
@@ -544,7 +544,7 @@ def _table_squares(
     return squares["weight"].T
 
 
-def inverted(matrix: Tensor) -> Tensor:
+def inverse_of(matrix: Tensor) -> Tensor:
     """Return the inverse of a positive definite matrix, by Cholesky factors if they exist."""
     root, info = torch.linalg.cholesky_ex(matrix)
     if not bool(info.any()):
@@ -625,7 +625,7 @@ class AffineBlock(Block):
     def cost(self) -> int:
         return 100 * self.anchor.numel()
 
-    def decomposed(self, delta: float) -> Tensors:
+    def decompose(self, delta: float) -> Tensors:
         return eigenbasis(self.average["moment"], None)
 
     def blank(self) -> Tensors:

@@ -206,11 +206,11 @@ class Capture:
             for column in columns
         ]
         for (block, x, version, _, of), *deltas in zip(records, *passes, strict=True):
-            found = [delta for delta in deltas if delta is not None]
-            if found:
+            arrived = [delta for delta in deltas if delta is not None]
+            if arrived:
                 check_version(block, x, version)
                 of.backward = backward
-                self.deliver(block, x, found, of)
+                self.deliver(block, x, arrived, of)
 
     def deliver(self, block: Block, x: Tensor, deltas: list[Tensor], of: Pass) -> None:
         """Pass on the input and the derivatives of a call, with samples along the first axis."""

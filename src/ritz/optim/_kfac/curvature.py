@@ -32,7 +32,7 @@ from ritz.optim._kfac.blocks import (
     block_of,
 )
 from ritz.optim._kfac.capture import Capture
-from ritz.optim._state_tensors import StateDict, listed, owners
+from ritz.optim._state_tensors import StateDict, named_params, owners
 
 PREFIX = "kfac_"  # prefix of the names in the state of a parameter
 Gradients = dict[Tensor, Tensor]
@@ -189,9 +189,9 @@ class Curvature:
         self.steps += 1
         self._arm()
         with arithmetic(self.settings.precision):
-            return gradients | dict(self._preconditioned(gradients, deltas))
+            return gradients | dict(self._precondition(gradients, deltas))
 
-    def _preconditioned(
+    def _precondition(
         self, gradients: Gradients, deltas: dict[Block, float]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for block in self.blocks:
@@ -286,11 +286,11 @@ class Curvature:
         due = self.steps % self.settings.inverse_every == 0
         blocks = [block for block in self.blocks if block.average and (due or not block.inverse)]
         # Every process computes the same assignment, without communication.
-        process = _divided(blocks)
+        process = _divide(blocks)
         # Never TF32, whose roundoff would exceed small eigenvalues.
         with arithmetic("float32"):
             inverses = [
-                block.decomposed(deltas[block]) if process[block] == rank() else block.blank()
+                block.decompose(deltas[block]) if process[block] == rank() else block.blank()
                 for block in blocks
             ]
         for block, inverse in zip(blocks, inverses, strict=True):
@@ -329,7 +329,7 @@ class Curvature:
     def _before_load(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         """Remove the curvature from a state that torch is about to load and to cast."""
         # Parameters are matched by their position in the groups, as torch does.
-        here, there = listed(optimizer.param_groups), listed(state_dict["param_groups"])
+        here, there = map(named_params, (optimizer.param_groups, state_dict["param_groups"]))
         places = {place: p for (_, p), (_, place) in zip(here, there, strict=False)}
         state = dict(state_dict["state"])
         self._loaded = {}
@@ -352,7 +352,7 @@ class Curvature:
         self._arm()
 
 
-def _divided(blocks: list[Block]) -> dict[Block, int]:
+def _divide(blocks: list[Block]) -> dict[Block, int]:
     """Divide blocks among processes. Each goes to the process with the least work so far."""
     work, process = [0] * world_size(), dict[Block, int]()
     # Largest first. The longest time is then at most 4/3 of the optimum.
