@@ -341,10 +341,7 @@ def join_calls(module: Any, calls: Sequence[tuple[Call, Tensor]]) -> tuple[Tenso
     """
     inputs, outputs = [], []
     for call, deltas in calls:
-        parts = rules.unroll(module, call, deltas)
-        if parts is None:
-            raise RuntimeError(f"{type(module).__name__} has no rule in unroll()")
-        a, delta = parts
+        a, delta = rules.unroll(module, call, deltas)
         ones = a.new_ones(*a.shape[:2], 1, a.shape[3])
         rows = [a] * ("weight" in call.chosen) + [ones] * ("bias" in call.chosen)
         inputs.append(torch.cat(rows, 2) if len(rows) > 1 else rows[0])

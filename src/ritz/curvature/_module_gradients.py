@@ -120,18 +120,18 @@ def hooks_on_calls(
 
 
 @singledispatch
-def unroll(module: nn.Module, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
-    r"""Return :math:`a` and :math:`\delta` if a module is linear at each position, else ``None``.
+def unroll(module: nn.Module, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`a` and :math:`\delta` of a module that is linear at each position.
 
     The gradient of a sample is :math:`\sum_t \delta_t a_t^\top` in the weight, for each group, and
     :math:`\sum_t \delta_t` in the bias. The shape of :math:`a` is ``(batch, groups, i, T)``, and
     that of :math:`\delta` is ``(c, batch, groups, o, T)``.
     """
-    return None
+    raise NotImplementedError(f"{type(module).__name__} has no rule in unroll()")
 
 
 @unroll.register
-def _(module: nn.Linear, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
+def _(module: nn.Linear, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor]:
     x, (count, batch) = call.args[0], deltas.shape[:2]
     a = x.reshape(batch, 1, -1, x.shape[-1]).transpose(-1, -2)
     return a, deltas.reshape(count, batch, 1, -1, deltas.shape[-1]).transpose(-1, -2)
@@ -143,7 +143,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 @unroll.register(nn.Conv1d)
 @unroll.register(nn.Conv2d)
 @unroll.register(nn.Conv3d)
-def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
+def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor]:
     # A convolution is a linear layer on patches.
     (count, batch, channels), groups = deltas.shape[:3], module.groups
     return (
@@ -166,10 +166,7 @@ def unroll_parts(module: nn.Module, call: Call, deltas: Tensor) -> Iterator[tupl
     for start in range(0, batch, size):
         part = slice(start, start + size)
         rows = call if size >= batch else call.rows(part)
-        parts = unroll(module, rows, deltas[:, part])
-        if parts is None:
-            raise RuntimeError(f"{type(module).__name__} has no rule in unroll()")
-        yield parts
+        yield unroll(module, rows, deltas[:, part])
 
 
 def patches(module: Any, x: Tensor) -> Tensor:
@@ -189,10 +186,9 @@ def patches(module: Any, x: Tensor) -> Tensor:
 @singledispatch
 def sample_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     """Return the gradients ``(c, batch, *shape)`` of the chosen parameters, by name."""
-    parts = unroll(module, call, deltas)
-    if parts is None:
+    if not has_unroll_rule(module):
         return _gradients_by_autograd(module, call, deltas)
-    a, delta = parts
+    a, delta = unroll(module, call, deltas)
     gradients = {"weight": _products(a, delta).movedim(2, 0), "bias": delta.sum(-1)}
     lead = deltas.shape[:2]
     return {name: gradients[name].reshape(*lead, *call.state[name].shape) for name in call.chosen}

@@ -493,10 +493,8 @@ def _measure(
                     ShiftedOperator(op, scale), largest=1, rtol=TUNING.rtol_measured,
                     certify="none", generator=generator,
                 )  # fmt: skip
-                if pairs.vectors is None:
-                    raise RuntimeError("eigenpairs() returned no vectors")
                 value = float(pairs.values[0]) - scale
-                overlap = inner_products(pairs.vectors[:, :1], leading)
+                overlap = inner_products(check_pairs(pairs, len(leading))[:, :1], leading)
                 # Control variate: the mean of this change over all batches is zero.
                 change = float(inner_products(op @ column, leading)) - quotient
                 rows.append([value, float(overlap) ** 2, change])

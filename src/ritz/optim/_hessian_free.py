@@ -153,14 +153,13 @@ class HessianFree(MatrixOptimizer):
         grads = optimizer_gradients(self)
         if not grads:
             return loss
-        op, group = self._op, self.param_groups[0]
+        op: Any = self._op
         require_curvature(self, op is not None and set(grads) <= set(self._params.values()))
-        if op is None:
-            return loss
         # One flat vector in the order of the risk, whatever the order of the groups.
         params = list(self._params.values())
         # A parameter without a gradient has a zero gradient in the quadratic model.
         gradient = torch.cat([grads.get(p, torch.zeros_like(p)).reshape(-1) for p in params])
+        group = self.param_groups[0]
         delta = float(group["delta"])
         self._op = None  # the matrix is valid at these weights only
         try:
