@@ -310,7 +310,7 @@ def test_products_are_right_for_more_shapes_of_batches_than_traces(model):
     assert torch.equal(op @ vector, first)
 
 
-def test_constants_beside_the_samples_are_not_cut(model):
+def test_values_without_a_row_per_sample_are_not_split(model):
     data = [(x, torch.tensor(2.0, dtype=torch.float64), y) for x, y in vectors(4, 3)]
 
     def forward(model, batch):

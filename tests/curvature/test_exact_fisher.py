@@ -47,7 +47,7 @@ def test_every_position_and_output_has_its_own_label(loss, options):
     torch.testing.assert_close(exact(op, "diagonal").value, matrix.diagonal())
 
 
-def test_the_diagonal_is_exact_without_being_asked():
+def test_diagonal_and_trace_are_exact_by_default():
     risk = risk_of("ragged_batches_with_l2")
     estimate = diagonal(fisher(risk, kind="empirical"))
     assert not estimate.stderr.any()
@@ -55,7 +55,7 @@ def test_the_diagonal_is_exact_without_being_asked():
     assert float(trace(covariance).mean) == pytest.approx(float(covariance.dense().trace()))
 
 
-def test_no_closed_form_is_said_in_train_mode():
+def test_batch_statistics_have_no_exact_diagonal():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     risk = Risk(model, nn.CrossEntropyLoss(), (noise(8, 3), labels(2, 8)), batch_size=8,
                 batch_norm="train")  # fmt: skip

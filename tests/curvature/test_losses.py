@@ -1,4 +1,4 @@
-"""What is known of losses, against derivatives and enumerations."""
+"""Closed forms of losses against derivatives and enumerations."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Sums over batches in the memory that there is."""
+"""Products are computed in parts if memory is short."""
 
 import pytest
 import torch

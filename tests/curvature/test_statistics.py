@@ -10,7 +10,6 @@ from torch import nn
 from torch.func import functional_call, grad
 from torch.nn import functional
 
-import ritz
 from ritz.curvature import Risk, distance, gradient_statistics, summary
 
 N, INPUTS, CLASSES = 30, 4, 3
@@ -282,33 +281,6 @@ def test_gradient_statistics_report_progress():
     watch = Watch()
     gradient_statistics(classified(), progress=watch)
     assert watch.done == watch.total == 3
-
-
-@pytest.mark.parametrize(
-    "make",
-    [summary, gradient_statistics, lambda risk: distance(risk, 2 * risk.theta)],
-    ids=["summary", "gradients", "distance"],
-)
-def test_results_are_saved_and_loaded(make, tmp_path):
-    found = make(classified())
-    ritz.save(found, tmp_path / "found.safetensors")
-    assert str(ritz.load(tmp_path / "found.safetensors")) == str(found)
-
-
-def test_statistics_leave_the_model_unchanged():
-    model = network(nn.BatchNorm1d(5)).train()
-    before = copy.deepcopy(model.state_dict())
-    risk = Risk(
-        model,
-        functional.cross_entropy,
-        (inputs(), labels()),
-        batch_norm="train",
-        batch_size=13,
-    )
-    summary(risk)
-    gradient_statistics(risk, by="batch")
-    assert model.training
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 SHARED = """

@@ -1,4 +1,4 @@
-"""Traces cut in two, and what happens where there can be none."""
+"""Linearised products: traces, their two parts, and models that cannot be traced."""
 
 import warnings
 from functools import partial
@@ -485,7 +485,7 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize("count", UNEVEN)
-def test_a_size_that_a_trace_takes_for_a_constant_is_noticed(count):
+def test_a_trace_with_a_constant_number_of_samples_is_not_used_for_others(count):
     risk = Risk(mlp().double(), squares_over(UNEVEN[count]), vectors(8, 7), count=len_of_target)
     vector = noise(risk.space.size)
 
@@ -494,7 +494,7 @@ def test_a_size_that_a_trace_takes_for_a_constant_is_noticed(count):
     torch.testing.assert_close(product, hessian(risk, engine="eager") @ vector)
 
 
-def test_a_size_of_the_network_that_is_a_multiple_of_the_samples_is_no_size_of_a_batch():
+def test_a_size_of_the_network_that_is_a_multiple_of_the_batch_size_stays_fixed():
     model = nn.Sequential(nn.Linear(3, 14), nn.Unflatten(1, (2, 7)), nn.Tanh(), nn.Flatten())
     model.append(nn.Linear(14, 3))
     risk = Risk(model.double(), functional.cross_entropy, vectors(8, 7, 5))
@@ -511,7 +511,7 @@ def test_a_short_last_batch_is_traced_only_if_products_repay_it(num_products, tr
     op, vector = hessian(risk, num_products=num_products), noise(risk.space.size)
 
     torch.testing.assert_close(op @ vector, hessian(risk, engine="eager") @ vector)
-    assert len(op.products._traces) == traces
+    assert len(op.products._choice.traces) == traces
 
 
 def small_case(sizes):
@@ -548,8 +548,8 @@ def test_a_shorter_last_batch_of_many_has_no_trace():
 
     torch.testing.assert_close(op.dense(), strict.dense())
 
-    assert len(op.products._traces) == 1
-    assert len(strict.products._traces) == 2
+    assert len(op.products._choice.traces) == 1
+    assert len(strict.products._choice.traces) == 2
 
 
 def test_products_of_an_lstm_take_forward_rules_in_float32_too():

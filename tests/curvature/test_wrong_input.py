@@ -1,4 +1,4 @@
-"""Misuse: each a clear error."""
+"""Wrong arguments raise an error that names them."""
 
 from functools import partial
 
@@ -165,12 +165,18 @@ def test_wrong_losses_raise(model, loss_fn, error, match):
         Risk(model, loss_fn, vectors(4))
 
 
+@pytest.mark.parametrize("name", ["forward", "count"])
+def test_functions_that_cannot_be_called_are_named(model, name):
+    with pytest.raises(TypeError, match=f"{name} must be callable or None, got int"):
+        Risk(model, CE, vectors(4), **{name: 3})
+
+
 @pytest.mark.parametrize(
     ("params", "match"),
     [
-        ("9", "params must match at least one of .*, got '9'"),
-        ([], "match at least one of"),
-        (lambda name: False, "match at least one of"),
+        ("9", "params must match one of .*, got '9'"),
+        ([], "match one of"),
+        (lambda name: False, "match one of"),
         (
             ["0.weight", "0.scale"],
             r"among the trainable .*, got \['0.scale'\]",
@@ -407,7 +413,7 @@ def test_an_error_of_the_model_names_the_batch_and_its_tensors(model):
         Risk(model, CE, [(noise(4, 2), labels(3, 4))])
 
 
-def test_options_of_another_kind_raise_in_their_own_words(model):
+def test_options_of_a_wrong_type_raise(model):
     risk = Risk(model, CE, vectors(4))
     with pytest.raises(TypeError, match=r"options must be among engine, .*, got egnine"):
         hessian(risk, egnine="eager")

@@ -1,4 +1,4 @@
-"""Models and losses that cannot be differentiated as they must, or are not what they seem."""
+"""Models and losses that cannot be differentiated, or are not a mean over samples, raise."""
 
 import pytest
 import torch

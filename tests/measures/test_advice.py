@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, Adam
 
-import ritz
 from ritz._core.results import Estimate
 from ritz._core.storage import to_json
 from ritz.curvature import Risk, curvature_operator, hessian
@@ -111,12 +110,9 @@ def test_every_figure_has_an_error_or_says_why_not(advice):
         assert bool(known.all()) or name in ("changes_at", "exponent_multiplicative"), name
 
 
-def test_advice_can_be_saved_printed_and_written_as_json(advice, tmp_path):
-    ritz.save(advice, tmp_path / "advice.safetensors")
+def test_advice_is_printed_and_written_as_json(advice):
+    text, plain = str(advice), json.loads(to_json(advice))
 
-    text, plain = str(ritz.load(tmp_path / "advice.safetensors")), json.loads(to_json(advice))
-
-    assert text == str(advice)
     assert plain["batch_sizes"] == list(SIZES)
     assert len(plain["sentences"]) == len(SIZES)
     assert "Advice for SGD: hessian of 57 parameters, 96 samples" in text

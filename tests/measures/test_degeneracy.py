@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import ritz
 from ritz.curvature import Risk, ggn
 from ritz.measures import rank_bound, rank_degeneracy
 from ritz.operators import DiagonalOperator
@@ -268,13 +267,3 @@ def test_rank_bound_counts_several_outputs_together():
         return (outputs[0] * outputs[1]).mean()
 
     assert rank_bound(Risk(Two(), loss, data(3, 3, 2))).bound == 6
-
-
-def test_results_are_saved_and_loaded(tmp_path):
-    spectra = lanczos_block(with_kernel(), num_steps=5, num_probes=2)
-    for found in (
-        rank_degeneracy(spectra, matrix="hessian"),
-        rank_bound(Risk(network(4, 6, 3), functional.cross_entropy, data(4, 4, 3))),
-    ):
-        ritz.save(found, tmp_path / "found.safetensors")
-        assert str(ritz.load(tmp_path / "found.safetensors")) == str(found)

@@ -97,7 +97,7 @@ def test_kronecker_factors_are_those_of_the_formula(name, pieces):
     block = []
     for step in range(1000):
         noise._step._step = step
-        drawn = noise._step._drawn()
+        drawn = noise._step._draw()
         block.append(torch.cat([drawn[key].flatten() for key in noise._named]))
 
     assert_covariance(torch.stack(block, 1), expected(name, "kfac"))

@@ -4,15 +4,7 @@ import weakref
 
 import pytest
 import torch
-from optim.kfac_cases import (
-    built,
-    curvature,
-    flat,
-    labels,
-    noise,
-    small_network,
-    take_step,
-)
+from optim.kfac_cases import built, curvature, flat, labels, noise, small_network, take_step
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint

@@ -1,4 +1,4 @@
-"""What torch asks of an optimiser, of K-FAC, as far as it does not need parameters alone."""
+"""K-FAC behaves like an optimiser of torch: schedulers, groups, state and errors."""
 
 import copy
 
@@ -162,7 +162,7 @@ def test_state_dict_round_trip_and_hooks():
         assert all(torch.equal(entry[k], again["state"][index][k]) for k in entry)
 
 
-def test_errors_have_the_words_of_torch():
+def test_error_messages_are_those_of_torch():
     model, _, _ = problem()
     with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
         KFAC(model, lr=torch.tensor([0.1, 0.2]))

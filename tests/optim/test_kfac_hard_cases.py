@@ -139,7 +139,7 @@ def test_a_layer_called_twice_sums_both_calls():
     torch.testing.assert_close(inputs, rows.T @ rows / 10)
 
 
-def test_a_layer_without_gradient_in_a_step_is_left_alone():
+def test_a_layer_without_gradient_does_not_move():
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Lookahead against a reference of ten lines, and as an optimiser among others."""
+"""Lookahead against a reference of ten lines, and with other optimisers of torch."""
 
 import copy
 
@@ -161,6 +161,7 @@ def test_lookahead_works_with_schedulers_hooks_closures_and_groups():
     assert len(inner.param_groups) == 2 == len(optimizer.param_groups)
     assert optimizer.param_groups is inner.param_groups
     assert isinstance(optimizer, torch.optim.Optimizer)
+    assert repr(optimizer).startswith("Lookahead(k=2, alpha=0.5, until=None) of SGD (")
     assert "lr: 0.5" in repr(optimizer)
 
 

@@ -1,7 +1,7 @@
 """Second-order optimisers on problems whose steps are known."""
 
-import math
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -257,6 +257,78 @@ def test_learning_rates_that_differ_cannot_adapt_the_damping():
         steps(optimizer, model, batch, count=1)
 
 
+def test_the_ritz_values_of_lanczos_newton_are_not_printed():
+    model, batch = network(), samples()
+    optimizer = LanczosNewton(model.parameters(), num_steps=5)
+    optimizer.update_curvature(Risk(model, cross_entropy, [batch]))
+
+    assert "ritz_values: 5 values" in repr(optimizer)
+
+
+# ------------------------------------------------------------------------------------------
+# Steps of Hessian-free optimisation that the quadratic model does not predict.
+
+
+def separable(gap, seed):
+    """Two classes of unit variance at a distance of ``2 gap``."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(2, (1024,), generator=generator)
+    centre = torch.randn(10, generator=generator)
+    noise = torch.randn(1024, 10, generator=generator)
+    return noise + (2 * labels[:, None] - 1) * gap * centre / centre.norm(), labels
+
+
+@pytest.mark.parametrize(
+    ("layers", "gap", "seed"), [((10, 2), 3.0, 3), ((10, 16, 2), 2.0, 2), ((10, 32, 32, 2), 3.0, 3)]
+)
+def test_small_batches_that_are_fitted_do_not_increase_the_loss_of_the_others(layers, gap, seed):
+    inputs, labels = separable(gap, seed)
+    torch.manual_seed(seed)
+    parts = [(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(layers)]
+    model = nn.Sequential(*[layer for pair in parts for layer in pair][:-1])
+    optimizer, generator = HessianFree(model.parameters()), torch.Generator().manual_seed(seed)
+    first, worst = float(cross_entropy(model(inputs), labels).detach()), 0.0
+
+    # Fitted batches have no curvature, so the damping falls. A batch with a sample that is
+    # classified wrongly then has a large gradient and no curvature either.
+    for _ in range(3):
+        for rows in torch.randperm(1024, generator=generator).split(64):
+            steps(optimizer, model, (inputs[rows], labels[rows]), count=1)
+            worst = max(worst, float(cross_entropy(model(inputs), labels).detach()))
+
+    assert worst < first
+
+
+def test_a_step_is_shortened_until_the_loss_falls_as_predicted():
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(4, 1, bias=False).double()
+    inputs, target = (torch.randn(50, n, generator=generator).double() for n in (4, 1))
+    before, op = weights(model), ggn(Risk(model, mse_loss, [(inputs, target)]))
+    optimizer = HessianFree(model.parameters(), lr=2.5, delta=0.01)
+
+    steps(optimizer, model, (inputs, target), count=1, loss_fn=mse_loss)
+
+    # 2.5 times the Newton step increases a quadratic loss, and 2.5 * 2/3 times decreases it.
+    damped = op @ torch.eye(4).double() + 0.01 * torch.eye(4)
+    newton = torch.linalg.solve(damped, -op.risk.gradient())
+    torch.testing.assert_close(weights(model) - before, 2.5 * 2 / 3 * newton, rtol=1e-6, atol=1e-8)
+    # Once poor, once good: 3/2 * 2/3.
+    assert optimizer.param_groups[0]["delta"] == pytest.approx(0.01)
+    assert optimizer.param_groups[0]["ratio"] == pytest.approx(1.0)
+
+
+def test_no_step_is_taken_if_no_length_reduces_the_loss():
+    model, batch = network(), samples()
+    before = weights(model)
+    optimizer = HessianFree(model.parameters(), lr=1e200, delta=0.5)
+
+    steps(optimizer, model, batch, count=1)
+
+    assert torch.equal(weights(model), before)
+    assert optimizer.param_groups[0]["delta"] == 0.75
+    assert optimizer.param_groups[0]["ratio"] is None
+
+
 # ------------------------------------------------------------------------------------------
 # Losses so near zero that roundoff exceeds their curvature.
 
@@ -374,7 +446,7 @@ def spectrum_of(values, weights_):
     return lanczos(op, num_steps=len(values), start=start)
 
 
-def test_the_bulk_and_what_is_not_positive_are_dropped_and_said():
+def test_the_bulk_and_values_that_are_not_positive_are_dropped_and_reported():
     rates = spectral_rates(spectrum_of([-1.0, 0.01, 1.0, 4.0], [0.1, 0.7, 0.1, 0.1]))
     assert (rates.lambda_min, rates.lambda_max) == pytest.approx((1.0, 4.0), rel=1e-5)
     assert rates.dropped_mass == pytest.approx(0.7)
@@ -395,7 +467,7 @@ def test_the_largest_value_counts_even_if_most_of_the_mass_is_there():
     torch.testing.assert_close(model.w.detach(), 0.5 * model.b)
 
 
-def test_one_value_that_is_left_has_no_momentum():
+def test_a_single_remaining_value_has_no_momentum():
     rates = spectral_rates(spectrum_of([0.0, 4.0], [0.8, 0.2]))
     assert (rates.rate, rates.momentum) == pytest.approx((0.25, 0.0))
 
@@ -487,11 +559,3 @@ def test_the_momentum_and_the_decay_are_those_of_the_formula():
         expected = (1 - rate * decay) * weights(model) - rate * buffer
         optimizer.step()
         torch.testing.assert_close(weights(model), expected)
-
-
-def test_a_reduction_that_overflows_raises_the_damping():
-    model, batch = network(), samples()
-    optimizer = HessianFree(model.parameters(), lr=1e200, delta=0.5)
-    steps(optimizer, model, batch, count=1)
-    assert optimizer.param_groups[0]["delta"] == 0.75
-    assert math.isfinite(optimizer.param_groups[0]["num_iterations"])

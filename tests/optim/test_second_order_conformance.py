@@ -1,4 +1,4 @@
-"""What torch asks of an optimiser, of those that need curvature; and wrong input."""
+"""Second-order optimisers behave like those of torch; wrong input raises."""
 
 import copy
 import io

@@ -45,6 +45,12 @@ def check_type(name: str, value: object, kind: Any, expected: str) -> None:
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
 
 
+def check_callable(name: str, value: object) -> None:
+    """Raise unless ``value`` can be called, or is ``None``."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable or None, got {type(value).__name__}")
+
+
 def is_below(error: "float | Tensor", bound: "float | Tensor") -> bool:
     """Return whether every error is at most its bound. NaN is never below a bound."""
     # All comparisons of an error with a tolerance use this function, since ``not error > bound``

@@ -69,6 +69,14 @@ def check_setting(name: str, value: Any, *, zero: bool = True) -> None:
     check_positive(name, value, zero=zero)
 
 
+def set_setting(group: dict[str, Any], name: str, value: float) -> None:
+    """Set a setting of a parameter group. A tensor is set in place, for captured steps."""
+    if isinstance(group[name], Tensor):
+        group[name].fill_(value)
+    else:
+        group[name] = value
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Raise unless ``optimizer`` is an optimiser of torch."""
     check_type("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ritz._core.batches import split_labels, tensors
-from ritz._core.checks import is_below
+from ritz._core.checks import check_callable, is_below
 from ritz._core.cross_entropy import chunked_entropy, is_large
 from ritz.curvature._losses import (
     FORWARD,
@@ -25,7 +25,7 @@ from ritz.curvature._losses import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnLoss:
+class ModelLoss:
     """How a model computes its loss from its ``logits`` and the ``labels`` of a batch.
 
     Attributes:
@@ -59,7 +59,7 @@ class OwnLoss:
         return {key: batch[key] for key in batch if self.labelled or key != "labels"}
 
 
-def recognized_loss(call: Callable[[Mapping[str, Any]], Any], batch: Any) -> OwnLoss | None:
+def recognized_loss(call: Callable[[Mapping[str, Any]], Any], batch: Any) -> ModelLoss | None:
     """Return how a model computes its own loss on a batch, or ``None`` if it is not known.
 
     Args:
@@ -67,21 +67,21 @@ def recognized_loss(call: Callable[[Mapping[str, Any]], Any], batch: Any) -> Own
         batch: The batch.
     """
     outputs = call(batch)
-    own = _form_of_loss(outputs, split_labels(batch)[2])
-    if own is None:
+    form = _form_of_loss(outputs, split_labels(batch)[2])
+    if form is None:
         return None
-    plain = replace(own, labelled=False)
+    plain = replace(form, labelled=False)
     again = call(plain.inputs(batch))
     first, second = (_value(each, "logits") for each in (outputs, again))
     same = isinstance(second, Tensor) and torch.equal(first, second)
-    return plain if same else own
+    return plain if same else form
 
 
 def _value(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
-def _form_of_loss(outputs: Any, labels: Any) -> OwnLoss | None:
+def _form_of_loss(outputs: Any, labels: Any) -> ModelLoss | None:
     """Return how a model computes its loss from ``logits`` and ``labels``, or ``None``.
 
     The form is known if the cross-entropy of logits and labels, with or without a shift by one
@@ -96,15 +96,15 @@ def _form_of_loss(outputs: Any, labels: Any) -> OwnLoss | None:
     if not tokens and not (logits.ndim == 2 and logits.shape[:1] == labels.shape):
         return None
     for shift in (True, False) if tokens else (False,):
-        own = OwnLoss(tokens=tokens, shift=shift)
-        if logits.shape[-1] > 1 and own.num_terms(labels):
-            pair = own.outputs(logits).float(), own.target(labels)
+        form = ModelLoss(tokens=tokens, shift=shift)
+        if logits.shape[-1] > 1 and form.num_terms(labels):
+            pair = form.outputs(logits).float(), form.target(labels)
             # As in torch: `mean_entropy` has more digits than the loss of the model.
             large = is_large(*pair)
             value = chunked_entropy(*pair, -100, 0.0) if large else functional.cross_entropy(*pair)
             # Many models compute their loss in float32 even if their weights have another dtype.
             if is_below(abs(float(value) - float(loss)), 1e-5 * abs(float(loss))):
-                return own
+                return form
     return None
 
 
@@ -128,8 +128,8 @@ class Adapter(nn.Module):
             model returns the loss itself.
         forward: Takes the model and a batch. Returns ``(outputs, target)``, or the loss if
             ``loss_fn`` is ``None``.
-        own: How the model computes its own loss. ``loss_fn`` then computes this loss from the
-            logits.
+        model_loss: How the model computes its own loss. ``loss_fn`` then computes this loss from
+            the logits.
     """
 
     def __init__(
@@ -137,10 +137,12 @@ class Adapter(nn.Module):
         model: nn.Module,
         loss_fn: LossFunction | None,
         forward: Forward | None,
-        own: OwnLoss | None = None,
+        model_loss: ModelLoss | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.custom, self.own = model, forward, own
+        check_callable("loss_fn", loss_fn)
+        check_callable("forward", forward)
+        self.model, self.custom, self.model_loss = model, forward, model_loss
         # Wrapped: if the loss is a module, its parameters must not count as those of the model.
         self.loss_fn = SimpleNamespace(call=loss_fn)
         known = known_loss(loss_fn)
@@ -157,9 +159,9 @@ class Adapter(nn.Module):
                 kind = type(result).__name__
                 raise TypeError(f"forward must return (outputs, target), got {kind}")
             return result
-        if self.own is not None:
-            logits = _field(self.model(**self.own.inputs(batch)), "logits")
-            return self.own.outputs(logits), self.own.target(batch["labels"])
+        if self.model_loss is not None:
+            logits = _field(self.model(**self.model_loss.inputs(batch)), "logits")
+            return self.model_loss.outputs(logits), self.model_loss.target(batch["labels"])
         if without_loss and named:
             return _field(self.model(**batch), "loss"), None
         if without_loss:
@@ -183,14 +185,14 @@ class Adapter(nn.Module):
     @property
     def by_label(self) -> bool:
         """Whether a batch is weighted by its number of labels that are not ignored."""
-        return self.own is not None and self.own.tokens
+        return self.model_loss is not None and self.model_loss.tokens
 
     def target(self, batch: Any) -> Any:
         """Return the target of a batch, or ``None`` if only a call of the model can tell it."""
         if self.custom is not None or self.loss_fn.call is None:
             return None
         labels = split_labels(batch)[2]
-        return labels if self.own is None else self.own.target(labels)
+        return labels if self.model_loss is None else self.model_loss.target(labels)
 
     def loss(self, outputs: Any, target: Any) -> Any:
         """Return the mean loss of a batch."""

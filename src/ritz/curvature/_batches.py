@@ -35,7 +35,7 @@ from ritz._core.batches import (
     take_rows,
     tensors,
 )
-from ritz._core.checks import check_count, check_type
+from ritz._core.checks import check_callable, check_count, check_type
 from ritz._core.modes import differentiable
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
@@ -103,6 +103,7 @@ class Batches:
         progress: bool | Progress = False,
     ) -> None:
         self._device, self._dtype, (self._rank, self._world) = device, dtype, share
+        check_callable("count", count)
         self._count, self._mass = count, mass
         whole = as_one_batch(data)
         indexed = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
@@ -129,7 +130,7 @@ class Batches:
         if self._compared and _shuffles(data):
             raise ValueError(f"data must have a fixed order, got a loader that shuffles: {FREEZE}")
         drawn = None if max_samples is None else seed
-        batches = _shown(data, progress)
+        batches = _with_progress(data, progress)
         self._read(batches, drawn, room=TUNING.memory if self._compared else float("inf"))
 
     def _read(self, source: Iterable[Any], seed: int | None, room: float) -> None:
@@ -241,7 +242,7 @@ def draw_samples(
     with _generators_restored(data):
         if not isinstance(data, Sequence):
             torch.default_generator.manual_seed(seed)
-        return draw_rows(map(as_plain, _shown(data, progress)), count, seed)
+        return draw_rows(map(as_plain, _with_progress(data, progress)), count, seed)
 
 
 def _subset_loader(data: Any, count: int, seed: int) -> Iterable[Batch] | None:
@@ -350,7 +351,7 @@ def _join(parts: list[Batch], longest: int) -> list[Batch]:
     return [batch for whole in joined for batch in split_rows(whole, longest, num_rows(whole))]
 
 
-def _shown(data: Iterable[Any], progress: bool | Progress) -> Iterator[Any]:
+def _with_progress(data: Iterable[Any], progress: bool | Progress) -> Iterator[Any]:
     """Yield the batches, with a progress bar if they come from a loader."""
     shown = False if isinstance(data, Sequence) else progress
     total = len(data) if isinstance(data, Sized) else None

@@ -68,6 +68,9 @@ class KroneckerFactors:
     inputs: Tensor
     outputs: Tensor
 
+    def __str__(self) -> str:
+        return f"Kronecker factors of {len(self.inputs)} inputs and {len(self.outputs)} outputs"
+
 
 @final
 class LayerOperator(LinearOperator):
@@ -204,7 +207,7 @@ class LayerSums:
         self.risk, self.module, self.keys = risk, module, keys
         self.names = {key: full_name(name, key) for key in keys}
         self.size = sum(risk.space.shapes[full].numel() for full in self.names.values())
-        linear = rules.is_unrolled(module)
+        linear = rules.has_unroll_rule(module)
         plain = keys in (("weight",), ("bias",), ("weight", "bias"))
         self.factored = alone and linear and plain and getattr(module, "groups", 1) == 1
         zeros = risk.theta.new_zeros

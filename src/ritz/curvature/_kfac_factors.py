@@ -341,10 +341,7 @@ def join_calls(module: Any, calls: Sequence[tuple[Call, Tensor]]) -> tuple[Tenso
     """
     inputs, outputs = [], []
     for call, deltas in calls:
-        parts = rules.unroll(module, call, deltas)
-        if parts is None:
-            raise RuntimeError(f"{type(module).__name__} has no rule in unroll()")
-        a, delta = parts
+        a, delta = rules.unroll(module, call, deltas)
         ones = a.new_ones(*a.shape[:2], 1, a.shape[3])
         rows = [a] * ("weight" in call.chosen) + [ones] * ("bias" in call.chosen)
         inputs.append(torch.cat(rows, 2) if len(rows) > 1 else rows[0])
@@ -446,7 +443,7 @@ def affine_gradients(module: Any, x: Tensor, delta: Tensor, keys: tuple[str, ...
         delta: Derivatives in its outputs, of the same shape.
         keys: Parameters that vary, among ``weight`` and ``bias``.
     """
-    parts = [delta * _normalized(module, x) if key == "weight" else delta for key in keys]
+    parts = [delta * _normalize(module, x) if key == "weight" else delta for key in keys]
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         size = math.prod(module.normalized_shape)
         sums = [part.reshape(len(x), -1, size).sum(1) for part in parts]
@@ -455,7 +452,7 @@ def affine_gradients(module: Any, x: Tensor, delta: Tensor, keys: tuple[str, ...
     return torch.stack(sums, 2)
 
 
-def _normalized(module: Any, x: Tensor) -> Tensor:
+def _normalize(module: Any, x: Tensor) -> Tensor:
     if isinstance(module, nn.LayerNorm):
         return functional.layer_norm(x, module.normalized_shape, eps=module.eps)
     if isinstance(module, nn.RMSNorm):
@@ -463,6 +460,6 @@ def _normalized(module: Any, x: Tensor) -> Tensor:
     if isinstance(module, nn.GroupNorm):
         return functional.group_norm(x, module.num_groups, eps=module.eps)
     # Without running statistics torch uses those of the batch. No running statistics are updated.
-    own = module.training or module.running_mean is None
-    mean, variance = (None, None) if own else (module.running_mean, module.running_var)
-    return functional.batch_norm(x, mean, variance, training=own, eps=module.eps)
+    of_batch = module.training or module.running_mean is None
+    mean, variance = (None, None) if of_batch else (module.running_mean, module.running_var)
+    return functional.batch_norm(x, mean, variance, training=of_batch, eps=module.eps)

@@ -195,7 +195,7 @@ def known_loss(loss_fn: Any) -> KnownLoss | None:
 
     ``None`` if they are not known: for other losses, class weights, and sums instead of means.
     """
-    kind, options = _described(loss_fn)
+    kind, options = _describe(loss_fn)
     weighted = any(options.get(name) is not None for name in ("weight", "pos_weight"))
     if kind is None or weighted or options.get("reduction", "mean") != "mean":
         return None
@@ -224,7 +224,7 @@ def as_likelihood(loss_fn: Any) -> KnownLoss:
 
 def layout_advice(loss_fn: Any) -> str:
     """Return how a user-defined loss becomes a known one, if it only changes the layout."""
-    if _described(loss_fn)[0] is not None or isinstance(loss_fn, nn.Module):
+    if _describe(loss_fn)[0] is not None or isinstance(loss_fn, nn.Module):
         return ""
     return (
         "; if it changes the layout of one of these, let forward return outputs "
@@ -234,14 +234,14 @@ def layout_advice(loss_fn: Any) -> str:
 
 def check_reduction(loss_fn: Any) -> None:
     """Raise if a loss of torch is the sum over the batch."""
-    options = _described(loss_fn)[1]
+    options = _describe(loss_fn)[1]
     if old := [name for name in ("size_average", "reduce") if options.get(name) is not None]:
         raise ValueError(f"loss_fn must use reduction='mean', got the deprecated {old[0]}")
     if options.get("reduction") == "sum":
         raise ValueError("loss_fn must return the mean over a batch, got one with reduction='sum'")
 
 
-def _described(loss_fn: Any) -> tuple[Kind | None, dict[str, Any]]:
+def _describe(loss_fn: Any) -> tuple[Kind | None, dict[str, Any]]:
     """Return the kind of a loss of torch, or ``None``, and its options."""
     options: dict[str, Any] = {}
     if isinstance(loss_fn, nn.Module):
@@ -298,7 +298,7 @@ def output_hessian(
     if known is not None:
         return known.hessian(outputs, target, tangent)
     if _takes_log_probabilities(loss_fn):
-        loss_fn = partial(functional.cross_entropy, **_described(loss_fn)[1])
+        loss_fn = partial(functional.cross_entropy, **_describe(loss_fn)[1])
     gradient = grad(lambda point: loss_fn(point, target))
     if reverse:
         return vjp(gradient, outputs)[1](tangent)[0]
@@ -340,7 +340,7 @@ def losses_alone(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
 
 def is_kept(loss_fn: Any, labels: Tensor) -> Tensor:
     """Return which labels a loss does not ignore."""
-    ignored: int = _described(loss_fn)[1].get("ignore_index", -100)
+    ignored: int = _describe(loss_fn)[1].get("ignore_index", -100)
     return labels != ignored
 
 
@@ -349,7 +349,7 @@ def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
 
     ``None`` for other losses and for targets that are probabilities.
     """
-    kind, options = _described(loss_fn)
+    kind, options = _describe(loss_fn)
     if kind != "cross_entropy" or not isinstance(target, Tensor) or target.is_floating_point():
         return None
     counted = is_kept(loss_fn, target)
@@ -376,14 +376,18 @@ def check_shape(loss: Any, where: str) -> None:
         )
 
 
+def _has_class_labels(loss_fn: Any, target: Any) -> bool:
+    # Also for a subclass of CrossEntropyLoss, whose derivatives are not known.
+    entropy = _describe(loss_fn)[0] == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
+    return entropy and isinstance(target, Tensor)
+
+
 def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: bool = True) -> None:
     """Raise if class labels of cross-entropy are out of range.
 
     On a GPU, torch would abort the process. With ``some``, raise also if all labels are ignored.
     """
-    kind = _described(loss_fn)[0]
-    labelled = kind == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
-    if not labelled or not isinstance(target, Tensor) or target.is_floating_point():
+    if not _has_class_labels(loss_fn, target) or target.is_floating_point():
         return
     labels, classes = target[is_kept(loss_fn, target)], outputs.shape[1]
     if some and not len(labels):
@@ -403,8 +407,7 @@ def check_outputs(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
 
 def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
     """Raise unless the shapes of outputs and labels fit cross-entropy."""
-    labelled = _described(loss_fn)[0] == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
-    if not labelled or not isinstance(target, Tensor):
+    if not _has_class_labels(loss_fn, target):
         return
     check_one_tensor(outputs)
     shape, expected = tuple(outputs.shape), outputs.shape[:1] + outputs.shape[2:]
@@ -412,17 +415,15 @@ def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
         raise ValueError(
             f"outputs of the model must be (samples, classes) for cross-entropy, got {shape}"
         )
-    if target.is_floating_point() and target.shape != outputs.shape:
+    if target.is_floating_point() and target.shape == outputs.shape:
+        return  # probabilities of all classes
+    if target.dtype not in (torch.int64, torch.uint8):
+        kind = "integers" if target.is_floating_point() else "int64"
         raise TypeError(
-            f"labels of {where} must be integers for cross-entropy, got {str(target.dtype)[6:]}: "
+            f"labels of {where} must be {kind} for cross-entropy, got {str(target.dtype)[6:]}: "
             "convert them by .long()"
         )
-    if not target.is_floating_point() and target.dtype not in (torch.int64, torch.uint8):
-        raise TypeError(
-            f"labels of {where} must be int64 for cross-entropy, got {str(target.dtype)[6:]}: "
-            "convert them by .long()"
-        )
-    if not target.is_floating_point() and target.shape != expected:
+    if target.shape != expected:
         advice = ": remove the last dimension by .squeeze(-1)" if target.shape[-1:] == (1,) else ""
         raise ValueError(
             f"labels of {where} must be of shape {tuple(expected)} for outputs of shape {shape}, "
@@ -466,15 +467,6 @@ def num_correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
     if pair is None:
         return 0, 0
     return int((pair[0].argmax(1) == pair[1]).sum()), len(pair[1])
-
-
-def mean_slope(
-    loss_fn: LossFunction | None, outputs: Tensor, target: Any, *, alone: bool
-) -> Tensor:
-    """Return the derivative in the outputs of the mean of the losses of single samples."""
-    by_sample = losses_alone if alone else sample_losses
-    slope: Tensor = grad(lambda point: by_sample(loss_fn, point, target).mean())(outputs)
-    return slope
 
 
 def check_not_doubled(once: float, twice: float, index: int) -> None:

@@ -212,13 +212,8 @@ def ggn(risk: Risk, **options: Unpack[ProductOptions]) -> GGNOperator:
 
     Args:
         risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
-        engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
-            ``linearized`` is faster and caches activations; ``eager`` caches nothing.
-        compile: Compile the products. Defaults to ``False``.
-        memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
-        block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
-        num_products: How many products you will ask for, if few. With ``engine="auto"`` the model
-            is not traced if they do not repay it. Defaults to many.
+        **options: ``engine``, ``compile``, ``memory``, ``block_size`` and ``num_products``, as in
+            :func:`hessian`.
     """
     require_outputs(risk, "ggn()")
     check_options(options)
@@ -243,7 +238,11 @@ class FisherOperator(CurvatureOperator):
     r"""A Fisher matrix :math:`\frac{1}{N} \sum_i g_i g_i^\top`. See :func:`fisher`."""
 
     matrix = "fisher"
-    kind: FisherKind = "monte_carlo"
+
+    @property
+    def kind(self) -> FisherKind:
+        """``empirical``, or ``monte_carlo`` if its labels are drawn."""
+        return "empirical" if self._draw is None else "monte_carlo"
 
 
 def fisher(
@@ -272,13 +271,8 @@ def fisher(
             cross-entropy, binary cross-entropy with logits or squared error.
         num_draws: Labels drawn per sample. Memory: ``num_draws`` copies of the targets.
         generator: Source of the labels. Defaults to a new generator with seed 0.
-        engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
-            ``linearized`` is faster and caches activations; ``eager`` caches nothing.
-        compile: Compile the products. Defaults to ``False``.
-        memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
-        block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
-        num_products: How many products you will ask for, if few. With ``engine="auto"`` the model
-            is not traced if they do not repay it. Defaults to many.
+        **options: ``engine``, ``compile``, ``memory``, ``block_size`` and ``num_products``, as in
+            :func:`hessian`.
     """
     check_choice("kind", kind, ("monte_carlo", "empirical"))
     require_outputs(risk, "fisher()")
@@ -290,9 +284,7 @@ def fisher(
             lambda risk, *point: (sample_losses(risk.loss_fn, *risk.evaluate(*point)), None),
             lambda context, losses, target, tangent, reverse: tangent / len(losses),
         )
-        op = FisherOperator(Products(risk, kind, ways, **options))
-        op.kind = kind
-        return op
+        return FisherOperator(Products(risk, kind, ways, **options))
     num_draws = check_count("num_draws", num_draws)
     known = as_likelihood(risk.loss_fn)
 
@@ -331,13 +323,8 @@ def gradient_covariance(risk: Risk, **options: Unpack[ProductOptions]) -> SumOpe
 
     Args:
         risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
-        engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
-            ``linearized`` is faster and caches activations; ``eager`` caches nothing.
-        compile: Compile the products. Defaults to ``False``.
-        memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
-        block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
-        num_products: How many products you will ask for, if few. With ``engine="auto"`` the model
-            is not traced if they do not repay it. Defaults to many.
+        **options: ``engine``, ``compile``, ``memory``, ``block_size`` and ``num_products``, as in
+            :func:`hessian`.
     """
     second_moment = fisher(risk, kind="empirical", **options)
     # The L2 term adds the same vector to every gradient, so it does not change the covariance.

@@ -13,8 +13,12 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ritz._core.batch_norm import evaluating
-from ritz._core.modes import Precision, arithmetic
-from ritz.curvature._formulas import Formulas, constant_statistics, needs_formulas
+from ritz._core.modes import Precision, arithmetic, attributes_set
+from ritz.curvature._replaced_functions import (
+    ReplacedFunctions,
+    constant_statistics,
+    needs_replacement,
+)
 
 # ------------------------------------------------------------------------------------------
 # The modes of model and torch in which derivatives of every order exist.
@@ -28,7 +32,7 @@ def product_modes(
     precision: Precision | None,
     device: torch.device,
     constant: bool = False,
-    formulas: bool = False,
+    replace: bool = False,
 ) -> Iterator[None]:
     """Set the modes of model and torch in which the model is differentiated in the block.
 
@@ -38,8 +42,8 @@ def product_modes(
         precision: Precision of the arithmetic.
         device: Device of the parameters.
         constant: Derivatives treat the statistics of a batch as constants.
-        formulas: Replace operations by those of ``_formulas.py``. This takes a third of the time of
-            a small gradient, so it is done only if the model needs it.
+        replace: Replace functions of torch by those of ``_replaced_functions.py``. This takes a
+            third of the time of a small gradient, so it is done only if the model needs it.
     """
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
@@ -57,12 +61,10 @@ def product_modes(
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             # Compiled submodules cannot be traced or differentiated twice.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            config: Any = sys.modules["torch._dynamo"].config
-            nested = config.error_on_nested_fx_trace
-            stack.callback(setattr, config, "error_on_nested_fx_trace", nested)
-            config.error_on_nested_fx_trace = False
-        if formulas or any(map(needs_formulas, model.modules())):
-            stack.enter_context(Formulas())
+            config = sys.modules["torch._dynamo"].config
+            stack.enter_context(attributes_set([(config, "error_on_nested_fx_trace", False)]))
+        if replace or any(map(needs_replacement, model.modules())):
+            stack.enter_context(ReplacedFunctions())
         if constant:
             stack.enter_context(constant_statistics())
         yield

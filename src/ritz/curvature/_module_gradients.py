@@ -120,18 +120,18 @@ def hooks_on_calls(
 
 
 @singledispatch
-def unroll(module: nn.Module, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
-    r"""Return :math:`a` and :math:`\delta` if a module is linear at each position, else ``None``.
+def unroll(module: nn.Module, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`a` and :math:`\delta` of a module that is linear at each position.
 
     The gradient of a sample is :math:`\sum_t \delta_t a_t^\top` in the weight, for each group, and
     :math:`\sum_t \delta_t` in the bias. The shape of :math:`a` is ``(batch, groups, i, T)``, and
     that of :math:`\delta` is ``(c, batch, groups, o, T)``.
     """
-    return None
+    raise NotImplementedError(f"{type(module).__name__} has no rule in unroll()")
 
 
 @unroll.register
-def _(module: nn.Linear, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
+def _(module: nn.Linear, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor]:
     x, (count, batch) = call.args[0], deltas.shape[:2]
     a = x.reshape(batch, 1, -1, x.shape[-1]).transpose(-1, -2)
     return a, deltas.reshape(count, batch, 1, -1, deltas.shape[-1]).transpose(-1, -2)
@@ -143,7 +143,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 @unroll.register(nn.Conv1d)
 @unroll.register(nn.Conv2d)
 @unroll.register(nn.Conv3d)
-def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
+def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor]:
     # A convolution is a linear layer on patches.
     (count, batch, channels), groups = deltas.shape[:3], module.groups
     return (
@@ -152,12 +152,12 @@ def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
     )
 
 
-def is_unrolled(module: nn.Module) -> bool:
+def has_unroll_rule(module: nn.Module) -> bool:
     """Return whether :func:`unroll` has a rule for a module."""
     return unroll.dispatch(type(module)) is not unroll.dispatch(object)
 
 
-def unrolled(module: nn.Module, call: Call, deltas: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def unroll_parts(module: nn.Module, call: Call, deltas: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield :func:`unroll` for some samples at a time: patches of a convolution are large."""
     size = batch = deltas.shape[1]
     if isinstance(module, CONVOLUTIONS):
@@ -166,10 +166,7 @@ def unrolled(module: nn.Module, call: Call, deltas: Tensor) -> Iterator[tuple[Te
     for start in range(0, batch, size):
         part = slice(start, start + size)
         rows = call if size >= batch else call.rows(part)
-        parts = unroll(module, rows, deltas[:, part])
-        if parts is None:
-            raise RuntimeError(f"{type(module).__name__} has no rule in unroll()")
-        yield parts
+        yield unroll(module, rows, deltas[:, part])
 
 
 def patches(module: Any, x: Tensor) -> Tensor:
@@ -189,10 +186,9 @@ def patches(module: Any, x: Tensor) -> Tensor:
 @singledispatch
 def sample_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     """Return the gradients ``(c, batch, *shape)`` of the chosen parameters, by name."""
-    parts = unroll(module, call, deltas)
-    if parts is None:
-        return _differentiated(module, call, deltas)
-    a, delta = parts
+    if not has_unroll_rule(module):
+        return _gradients_by_autograd(module, call, deltas)
+    a, delta = unroll(module, call, deltas)
     gradients = {"weight": _products(a, delta).movedim(2, 0), "bias": delta.sum(-1)}
     lead = deltas.shape[:2]
     return {name: gradients[name].reshape(*lead, *call.state[name].shape) for name in call.chosen}
@@ -207,12 +203,12 @@ def squared_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
         square = squares.reshape(call.state[name].shape)
         total[name] = total[name].add_(square) if name in total else square
 
-    if not is_unrolled(module):
+    if not has_unroll_rule(module):
         for gradients in in_chunks(module, call, deltas):
             for name, gradient in gradients.items():
                 add(name, gradient.square().sum((0, 1)))
         return total
-    for a, delta in unrolled(module, call, deltas):
+    for a, delta in unroll_parts(module, call, deltas):
         if "weight" in call.chosen:
             add("weight", weight_squares(a, delta))
         if "bias" in call.chosen:
@@ -224,11 +220,11 @@ def squared_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
 def squared_norm(module: nn.Module, call: Call, deltas: Tensor) -> Tensor:
     """Return the sum of squares over columns, samples and parameters, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=deltas.device)
-    if not is_unrolled(module):
+    if not has_unroll_rule(module):
         for square in squared_gradients(module, call, deltas).values():
             total += square.sum(dtype=torch.float64)
         return total
-    for a, delta in unrolled(module, call, deltas):
+    for a, delta in unroll_parts(module, call, deltas):
         if "weight" in call.chosen:
             total += _weight_norm(a, delta)
         if "bias" in call.chosen:
@@ -294,7 +290,7 @@ def _limit(deltas: Tensor) -> int:
     return TUNING.gradients * (1 if deltas.device.type == "cpu" else 16)
 
 
-def _folded(delta: Tensor) -> Tensor:
+def _join_columns(delta: Tensor) -> Tensor:
     """Join the axes of columns and outputs, ``(batch, groups, c * o, T)``, for a single product."""
     count, batch, groups, width, positions = delta.shape
     return delta.permute(1, 2, 0, 3, 4).reshape(batch, groups, count * width, positions)
@@ -303,7 +299,7 @@ def _folded(delta: Tensor) -> Tensor:
 def _products(a: Tensor, delta: Tensor) -> Tensor:
     """Return the per-sample gradients in the weight, ``(batch, groups, c, o, i)``."""
     count, batch, groups, width, _ = delta.shape
-    return (_folded(delta) @ a.transpose(-1, -2)).view(batch, groups, count, width, -1)
+    return (_join_columns(delta) @ a.transpose(-1, -2)).view(batch, groups, count, width, -1)
 
 
 def _bias_gradients(delta: Tensor) -> Tensor:
@@ -334,8 +330,8 @@ def _sum_pairs(total: Tensor, a: Tensor, delta: Tensor) -> Tensor:
         part = slice(start, start + size)
         for t in range(positions):
             # (sum_t delta_t a_t)^2 = sum_t (delta_t^2 a_t^2 + 2 sum_s>t delta_t delta_s a_t a_s)
-            pairs = _lagged(x[part], t, rooms[0])
-            deltas = _lagged(d[:, part], t, rooms[1])
+            pairs = _pair_products(x[part], t, rooms[0])
+            deltas = _pair_products(d[:, part], t, rooms[1])
             energy = deltas[0] if count == 1 else deltas.sum(0)
             energy[:, :, 1:] *= 2
             left = energy.permute(1, 3, 0, 2).reshape(groups, outputs, -1)
@@ -351,7 +347,7 @@ def _pair_rows(a: Tensor, entries: int) -> int:
     return max(1, min(len(a), size))
 
 
-def _lagged(rows: Tensor, t: int, room: Tensor) -> Tensor:
+def _pair_products(rows: Tensor, t: int, room: Tensor) -> Tensor:
     """Return the products of row t with itself and all later rows, ``(..., T - t, i)``."""
     later = rows[..., t:, :]
     return torch.mul(rows[..., t : t + 1, :], later, out=room[: later.numel()].view(later.shape))
@@ -362,7 +358,7 @@ def _sum_products(total: Tensor, a: Tensor, delta: Tensor) -> Tensor:
     (groups, outputs, inputs), room = total.shape, None
     limit = TUNING.products if a.device.type == "cpu" else None
     for columns, part in chunks(delta, total.numel(), limit):
-        folded, x = _folded(delta[columns, part]), a[part].mT
+        folded, x = _join_columns(delta[columns, part]), a[part].mT
         shape = *folded.shape[:3], inputs
         room = a.new_empty(shape) if room is None else room  # the first chunk is the largest
         gradients = torch.matmul(folded, x, out=room.flatten()[: math.prod(shape)].view(shape))
@@ -385,7 +381,7 @@ def _weight_norm(a: Tensor, delta: Tensor) -> Tensor:
     if positions * (count * outputs + inputs) < count * outputs * inputs:
         # |sum_t delta_t a_t'|^2 = sum_ts (delta_t' delta_s) (a_t' a_s): T^2 terms instead of o i.
         for columns, part in chunks(delta, groups * max(outputs * positions, positions**2)):
-            d = _folded(delta[columns, part])
+            d = _join_columns(delta[columns, part])
             inner = (d.transpose(-1, -2) @ d) * (a[part].transpose(-1, -2) @ a[part])
             total += inner.sum(dtype=torch.float64)
         return total
@@ -395,7 +391,7 @@ def _weight_norm(a: Tensor, delta: Tensor) -> Tensor:
     return total
 
 
-def _differentiated(module: nn.Module, call: Call, deltas: Tensor) -> Params:
+def _gradients_by_autograd(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     """Differentiate a module without a rule with autograd, one sample at a time under vmap."""
     chosen = {name: call.state[name] for name in call.chosen}
     return mapped_gradients(

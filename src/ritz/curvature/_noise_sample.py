@@ -141,17 +141,17 @@ def _gradients(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Tenso
     total, sums = theta.new_zeros(count, len(theta)), theta.new_zeros(count)
     with risk.settings():
         for index, context, weight in risk.contexts():
-            own = torch.Generator().manual_seed(seeds[index])
+            batch_rng = torch.Generator().manual_seed(seeds[index])
             with recording():
                 leaves = as_leaves(risk.params)
                 outputs, target = risk.evaluate(leaves, context)
             if known is None:
-                signs = random_signs((count, len(outputs)), own).to(theta)
+                signs = random_signs((count, len(outputs)), batch_rng).to(theta)
                 columns = sign_columns(risk.loss_fn, outputs, target, signs)
                 sums += signs.sum(1) * math.sqrt(weight / len(outputs))
             else:
-                columns = label_columns(known, outputs, target, count, own)
-            gradients = _pulled(risk, outputs, list(leaves.values()), columns)
+                columns = label_columns(known, outputs, target, count, batch_rng)
+            gradients = _pull_back(risk, outputs, list(leaves.values()), columns)
             # sqrt(w_b) n_b^(-1/2) sum_i s_i g_i, of covariance w_b times the mean of g_i g_i'
             total += gradients * math.sqrt(weight)
     risk.sum_over_processes(total)
@@ -161,7 +161,7 @@ def _gradients(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Tenso
     return total.T
 
 
-def _pulled(risk: Risk, outputs: Tensor, leaves: list[Tensor], columns: Tensor) -> Tensor:
+def _pull_back(risk: Risk, outputs: Tensor, leaves: list[Tensor], columns: Tensor) -> Tensor:
     """Return the gradients ``(k, P)`` for ``k`` cotangents of the outputs."""
 
     def pull(part: Tensor, batched: bool) -> Tensor:

@@ -23,7 +23,6 @@ from ritz._core.modes import arithmetic, recording
 from ritz._core.random import epoch_generator
 from ritz.curvature import _module_gradients as rules
 from ritz.curvature._adapter import Adapter
-from ritz.curvature._formulas import constant_statistics
 from ritz.curvature._kfac import BlockRoot, LayerSums, block_root, times_root
 from ritz.curvature._losses import KnownLoss, as_likelihood
 from ritz.curvature._module_gradients import Call, full_name, hooks_on_calls, owners
@@ -34,6 +33,7 @@ from ritz.curvature._noise_kinds import (
     random_signs,
     sign_columns,
 )
+from ritz.curvature._replaced_functions import constant_statistics
 from ritz.curvature._risk import Risk, require_outputs
 from ritz.curvature._sample_gradients import TUNING, structure_plan
 
@@ -117,15 +117,15 @@ class StepNoise:
         self._signs: Any = 0.0
         self._scaled = False
         # Each process draws its own signs and labels, for its own rows.
-        self._own = step_generator(self.seed, step, self.device, stream=rank() + 1)
+        self._rng = step_generator(self.seed, step, self.device, stream=rank() + 1)
 
     @contextmanager
-    def observing(self, batch: Any, *, wanted: bool = True) -> Iterator[None]:
+    def observing(self, batch: Any, *, active: bool = True) -> Iterator[None]:
         """Record calls of modules in the block, if second moments are computed in this step."""
-        if wanted:
+        if active:
             self._check(batch)
         moments = self.kind in BY_MOMENTS and self.fresh and not self._couples()
-        if not (wanted and moments):
+        if not (active and moments):
             yield
             return
         with self._hooks(lambda name: partial(self._pass.deltas.__setitem__, name)):
@@ -152,7 +152,7 @@ class StepNoise:
         loss.backward()
         if self.kind in BY_MOMENTS and self.fresh:
             if self._pass.calls:
-                self._add_moments(count, _unscaled(count, scale * share))
+                self._add_moments(count, _unscale_factor(count, scale * share))
             else:
                 with self.beside():
                     self._pass_again(batch, count, outputs)
@@ -169,7 +169,7 @@ class StepNoise:
         """
         rows, signs = self._sums()
         if self.kind in BY_GRADIENT:
-            noise = self._summed()
+            noise = self._sum_parts()
             for name, value in noise.items():
                 value /= rows**0.5
                 if self.kind == "centred":
@@ -182,7 +182,7 @@ class StepNoise:
             self.roots = self._new_roots(rows)
         if not self.roots:
             return {name: torch.zeros_like(p) for name, p in self.params.items()}, rows
-        return self._drawn(), rows
+        return self._draw(), rows
 
     def _sums(self) -> tuple[Any, Any]:
         """Return the number of samples and the sum of the signs, over all processes.
@@ -239,9 +239,9 @@ class StepNoise:
     def _pull_signed(self, outputs: Tensor, target: Any, scale: float | Tensor, count: int) -> None:
         point = outputs.float() if outputs.dtype in HALF else outputs
         if self._known is not None:
-            column = label_columns(self._known, point, target, 1, self._own)[0]
+            column = label_columns(self._known, point, target, 1, self._rng)[0]
         else:
-            signs = random_signs((1, count), self._own).to(outputs.device)
+            signs = random_signs((1, count), self._rng).to(outputs.device)
             column = sign_columns(self.adapter.loss_fn.call, point, target, signs)[0]
             # The sum stays on the device, because reading it would wait for the device.
             self._signs = self._signs + signs.sum(dtype=torch.float64)
@@ -260,7 +260,7 @@ class StepNoise:
             part = gradient * (math.sqrt(count) / factor)
             self._total[name] = self._total[name].add_(part) if name in self._total else part
 
-    def _summed(self) -> Noise:
+    def _sum_parts(self) -> Noise:
         zeros = {k: torch.zeros_like(p) for k, p in self.params.items() if k not in self._total}
         parts = {name: (self._total | zeros)[name] for name in self.params}
         if world_size() == 1:
@@ -316,8 +316,8 @@ class StepNoise:
 
     def _add_moments(self, count: int, factor: Any) -> None:
         """Add the second moments of the gradients of all samples of a micro-batch."""
-        found = {name for name, _, _ in self._pass.single()}
-        if lost := sorted(set(self._modules) - found):
+        recorded = {name for name, _, _ in self._pass.single()}
+        if lost := sorted(set(self._modules) - recorded):
             raise ValueError(
                 f"kind={self.kind!r} needs exactly one call of each module per batch, but "
                 f"{lost[:3]} are not called once: use kind='full'"
@@ -326,7 +326,7 @@ class StepNoise:
         half = any(delta.dtype in HALF for delta in self._pass.deltas.values())
         with torch.no_grad(), arithmetic("tf32" if half else None):
             for name, call, delta in self._pass.single():
-                self._add_module(name, _widened(call), _wide(delta).unsqueeze(0), count, factor)
+                self._add_module(name, _widen_call(call), _widen(delta).unsqueeze(0), count, factor)
         self._pass = Pass(calls={}, deltas={})
 
     def _add_module(self, name: str, call: Call, deltas: Tensor, count: int, factor: Any) -> None:
@@ -359,7 +359,7 @@ class StepNoise:
             return {full_name(name, self._modules[name][0]): block_root(block.operator())
                     for name, block in blocks.items()}  # fmt: skip
         if self.kind == "diagonal":
-            squares = self._summed()
+            squares = self._sum_parts()
             if self._scaled and not _are_finite(list(squares.values())):
                 return {}
             return {k: {"root": v.div_(rows).sqrt_()} for k, v in squares.items()}
@@ -385,7 +385,7 @@ class StepNoise:
             raise RuntimeError("the noise of a step needs a batch: call backward() before step()")
         return LayerSums(self._risk, name, self._modules[name], self.layers[name], alone=True)
 
-    def _drawn(self) -> Noise:
+    def _draw(self) -> Noise:
         """Draw Gaussian noise from the roots, with the same numbers in all processes."""
         rng = step_generator(self.seed, self._step, self.device)
 
@@ -410,7 +410,7 @@ class StepNoise:
         return noise
 
 
-def _unscaled(count: int, scale: Any) -> Any:
+def _unscale_factor(count: int, scale: Any) -> Any:
     # The factor from derivatives of the scaled mean over n samples to those of single samples. It
     # is zero for a micro-batch whose labels are all ignored.
     if isinstance(scale, Tensor):
@@ -422,11 +422,11 @@ def _are_finite(tensors: list[Tensor]) -> bool:
     return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def _widened(call: Call) -> Call:
+def _widen_call(call: Call) -> Call:
     """Return a call whose half-precision arguments, as autocast makes them, are in float32."""
-    args, kwargs = tree_map_only(Tensor, _wide, (call.args, call.kwargs))
+    args, kwargs = tree_map_only(Tensor, _widen, (call.args, call.kwargs))
     return replace(call, args=args, kwargs=kwargs)

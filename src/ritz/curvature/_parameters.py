@@ -146,7 +146,7 @@ def select_names(names: list[str], selection: Selection) -> list[str]:
             raise ValueError(f"params must be among the trainable {names}, got {unknown}")
         chosen = [name for name in names if name in selection]
     if not chosen:
-        raise ValueError(f"params must match at least one of {names}, got {selection!r}")
+        raise ValueError(f"params must match one of the trainable {names}, got {selection!r}")
     return chosen
 
 

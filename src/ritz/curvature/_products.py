@@ -18,14 +18,10 @@ from ritz._core import cross_entropy
 from ritz._core.attempts import attempt, first_line
 from ritz._core.batches import tensors
 from ritz._core.checks import check_choice, check_count, is_below
-from ritz._core.modes import (
-    arithmetic,
-    differentiable,
-    searched_convolutions,
-)
-from ritz.curvature._formulas import written_out_recurrence
+from ritz._core.modes import arithmetic, differentiable, searched_convolutions
 from ritz.curvature._modes import without_warnings_of_torch
 from ritz.curvature._parameters import Context, Params
+from ritz.curvature._replaced_functions import written_out_recurrence
 from ritz.curvature._risk import Risk
 from ritz.curvature._tracing import GuardError, Linearization, Primal, nbytes, signature
 
@@ -198,9 +194,8 @@ class Products:
         self._notes, self._num_traces = "", 0  # not shared with other operators
         self._chunk: int | None = None  # samples that are processed at once, if not a whole batch
 
-    @property
-    def _traces(self) -> dict[Any, list[Linearization]]:
-        return self._choice.traces
+    def __repr__(self) -> str:
+        return f"Products({self.plan})"
 
     @property
     def plan(self) -> str:
@@ -291,11 +286,11 @@ class Products:
                 choice.column, primal = self._choose(context)
         if choice.engine == "eager" and choice.plan.startswith(PLAIN):
             self.block_size = 1  # vmap does not support torch.autograd.grad
-        found = self._trace(choice.column, context) if primal is None else (
-            self._traces[signature(context)][-1], primal)  # fmt: skip
-        if found is None:
+        traced = self._trace(choice.column, context) if primal is None else (
+            self._choice.traces[signature(context)][-1], primal)  # fmt: skip
+        if traced is None:
             return partial(self._eager, choice.column, context)
-        trace, primal = found
+        trace, primal = traced
         linear = partial(trace.tangent, primal)
         theta = self.risk.theta
         if self._room is None:
@@ -400,7 +395,7 @@ class Products:
         if part := self._prime_part(context):
             traced = partial(self._linearize, column, part, rows=part.size)
             trace, problem = attempt(traced, Exception)
-            primal = None if problem else self._compared(trace, context, u, Au)
+            primal = None if problem else self._primal_if_equal(trace, context, u, Au)
         if primal is not None:
             self._choice.any_rows = _of_one_sample(context), trace
         with arithmetic(self.risk.precision):
@@ -414,14 +409,14 @@ class Products:
             raise ArithmeticError(f"the traced product differs by {gap / size:.1g}")
         if problem := _asymmetry(u, Au, v, Av):
             raise ArithmeticError(problem)
-        self._traces[key] = [trace]
+        self._choice.traces[key] = [trace]
         return primal
 
     def _trace(self, column: Column, context: Context) -> tuple[Linearization, list[Primal]] | None:
         """Return a trace that holds for a batch, and its primal part. ``None`` if there is none."""
         if self._choice.engine == "eager":
             return None
-        point, traces = (self.risk.params, context), self._traces
+        point, traces = (self.risk.params, context), self._choice.traces
         # Other values may take a path through the model that cannot be traced.
         kinds = () if self._must_trace else (Exception,)
         key, problem = attempt(partial(signature, context), *kinds)
@@ -429,7 +424,7 @@ class Products:
         for trace in known or ():
             with suppress(GuardError):
                 return trace, trace.primal(point, context.size)
-        if known is None and not problem and (served := self._resized(column, context)):
+        if known is None and not problem and (served := self._trace_of_any_rows(column, context)):
             traces[key] = [served[0]]
             return served
         if known == [] or (known is None and self._is_rare(context)):
@@ -474,7 +469,7 @@ class Products:
                 return context.rows(slice(0, rows))
         return None
 
-    def _resized(
+    def _trace_of_any_rows(
         self, column: Column, context: Context
     ) -> tuple[Linearization, list[Primal]] | None:
         """Return the trace ``any_rows`` and its primal part if it gives the product of a batch."""
@@ -482,10 +477,10 @@ class Products:
         if trace is None or kind != _of_one_sample(context):
             return None
         u = _as_large(self.risk.theta)
-        primal = self._compared(trace, context, u, self._eager(column, context, u[None])[0])
+        primal = self._primal_if_equal(trace, context, u, self._eager(column, context, u[None])[0])
         return None if primal is None else (trace, primal)
 
-    def _compared(
+    def _primal_if_equal(
         self, trace: Linearization, context: Context, u: Tensor, Au: Tensor
     ) -> list[Primal] | None:
         """Return the primal part for a number of samples, or ``None`` if its product is wrong.
@@ -507,19 +502,11 @@ class Products:
         return primal
 
     def _linearize(self, column: Column, context: Context, rows: int = 0) -> Linearization:
-        point = (self.risk.params, context)
+        point, multiply = (self.risk.params, context), partial(self._multiply, column)
         self._num_traces += 1
-        settings, recurrence = (
-            self.risk.settings(),
-            written_out_recurrence(self.risk.model, self.risk.theta.device),
-        )
-        with settings, recurrence, without_warnings_of_torch():
+        with self._derivatives_exist(), without_warnings_of_torch():
             return Linearization(
-                partial(self._multiply, column),
-                self.risk.theta,
-                point,
-                compiled=self._compile,
-                rows=rows,
+                multiply, self.risk.theta, point, compiled=self._compile, rows=rows
             )
 
     def _cut(self, width: int, size: int, error: Exception) -> None:
@@ -533,7 +520,7 @@ class Products:
             if at_once == 1 or self.risk.sample_gap(alone=True):
                 raise error
             self._chunk = -(-at_once // 2)
-            self._traces.clear()
+            self._choice.traces.clear()
         torch.cuda.empty_cache()
 
 

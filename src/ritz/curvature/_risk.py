@@ -1,7 +1,7 @@
 """`Risk`: a model, a loss and data at one point in weight space; checks of model and loss."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, final
@@ -38,10 +38,10 @@ from ritz.curvature import _losses as losses
 from ritz.curvature import _parameters as parameters
 from ritz.curvature._adapter import Adapter, Forward, inputs_error, recognized_loss
 from ritz.curvature._batches import Batches, move_batch
-from ritz.curvature._formulas import FormulaDetector
 from ritz.curvature._losses import LossFunction, check_labels, known_loss, term_mass
 from ritz.curvature._modes import product_modes
 from ritz.curvature._parameters import Context, ModelSelection, Params, Selection
+from ritz.curvature._replaced_functions import FunctionDetector
 from ritz.curvature._sample_means import (
     CAUSES,
     NOT_A_MEAN,
@@ -145,8 +145,6 @@ class Risk:
         progress: bool | Progress = False,
     ) -> None:
         check_type("model", model, nn.Module, "a torch.nn.Module")
-        if loss_fn is not None and not callable(loss_fn):
-            raise TypeError(f"loss_fn must be callable or None, got {type(loss_fn).__name__}")
         check_choice("batch_norm", batch_norm, BATCH_NORM_MODES)
         check_choice("dropout", dropout, ("off", "fixed"))
         check_choice("sharing", sharing, ("split", "own", "none"))
@@ -159,7 +157,7 @@ class Risk:
         self.sharing, self.group, self.precision = sharing, group, precision
         self.warned: list[str] = []  # shared with all risks derived from this one
         self._written: list[str] = []  # buffers that the model writes to, such as counters
-        self._formulas = False  # whether operations are replaced by those of _formulas.py
+        self._replaces = False  # whether functions of torch are replaced by formulas
         self._constant = False  # whether derivatives treat batch statistics as constants
         self.adapter = Adapter(model, loss_fn, forward)
         self.space, self.theta, self._constants, cast = parameters.copy_state(
@@ -187,7 +185,7 @@ class Risk:
         self.linear_loss = False
         self._outputs: Any = None  # outputs of one sample, to check labels against
         self._outputs = _inspect_first_batch(self)
-        self._check_held_labels()
+        self._check_labels(self._batches if self._batches.held else ())
 
     def _count_terms(self, batch: Batch) -> int:
         """Return the weight of a batch for a model that returns its loss.
@@ -201,14 +199,16 @@ class Risk:
             with torch.no_grad(), self.settings():
                 call = partial(functional_call, self.model, self.params | self._constants, ())
                 # If the model cannot be called in this way, a later check has a better message.
-                own = recognized_loss(
+                model_loss = recognized_loss(
                     lambda keywords: attempt(partial(call, keywords), *UNSUITABLE)[0], here
                 )
-            if own is not None:
+            if model_loss is not None:
                 self.loss_fn = functional.cross_entropy
-                self.adapter = Adapter(self.model, self.loss_fn, None, own)
-        own = self.adapter.own
-        return num_rows(batch) if own is None or not own.tokens else own.num_terms(batch["labels"])
+                self.adapter = Adapter(self.model, self.loss_fn, None, model_loss)
+        model_loss = self.adapter.model_loss
+        if model_loss is None or not model_loss.tokens:
+            return num_rows(batch)
+        return model_loss.num_terms(batch["labels"])
 
     def _mass(self, batch: Batch) -> float | None:
         """Return what cross-entropy divides by: the labels that count, by the weights of classes.
@@ -291,7 +291,7 @@ class Risk:
             raise ValueError(f"theta must be ({size},), got {tuple(theta.shape)}")
         check_tensor("theta", theta, dtype=dtype, device=device, rows=size, like="the risk")
         with modes.outside_inference():
-            return self._changed(theta=theta.detach().clone(), shared=self.shared)
+            return self._copy_with(theta=theta.detach().clone(), shared=self.shared)
 
     def moved(self, data: Any = None, *, batch_size: int | None = None) -> "Risk":
         """Return the risk at the current weights of the model, on the same or on other data.
@@ -307,13 +307,13 @@ class Risk:
         names = list(self.space.shapes)
         with modes.outside_inference():
             space, theta, constants, _ = parameters.copy_state(self.model, names, self.precision)
-            other = self._changed(space=space, theta=theta, _constants=constants)
+            other = self._copy_with(space=space, theta=theta, _constants=constants)
         for name, value in other.params.items():
             check_finite(f"parameter {name!r}", value)
         if data is not None:
             other._read(data, batch_size)
             other._check_batch_norm(self.batch_norm)
-            other._check_held_labels()
+            other._check_labels(other._batches if other._batches.held else ())
         return other
 
     def mismatch(self, other: "Risk") -> str:
@@ -335,7 +335,7 @@ class Risk:
         """Return the risk with batch norm in another mode."""
         check_choice("batch_norm", mode, BATCH_NORM_MODES)
         self._check_batch_norm(mode)
-        return self._changed(batch_norm=mode)
+        return self._copy_with(batch_norm=mode)
 
     def with_constant_statistics(self) -> "Risk":
         """Return a risk whose derivatives treat the batch statistics of batch norm as constants.
@@ -343,11 +343,11 @@ class Risk:
         Loss and outputs stay the same. The gradient of a sample then depends on its own loss alone,
         so that per-sample gradients exist in train mode too.
         """
-        return self if self.separable else self._changed(_constant=True)
+        return self if self.separable else self._copy_with(_constant=True)
 
     def without_l2(self) -> "Risk":
         """Return the risk without its L2 term."""
-        return self._changed(l2=0.0, shared=self.shared)
+        return self._copy_with(l2=0.0, shared=self.shared)
 
     def on(self, params: Selection) -> "Risk":
         """Return the risk as a function of some of its parameters. The others are constant."""
@@ -357,7 +357,7 @@ class Risk:
         space = ParamSpace(values)
         with modes.outside_inference():
             theta = space.flatten(values)
-        return self._changed(space=space, theta=theta, _constants=self._constants | constants)
+        return self._copy_with(space=space, theta=theta, _constants=self._constants | constants)
 
     def batch(self, index: int) -> "Risk":
         """Return the risk of one batch. The batch must belong to this process."""
@@ -471,7 +471,7 @@ class Risk:
         constants = self.constants() if constants is None else constants
         for index, batch in self._batches:
             if not self._batches.held:
-                self._check_labels(index, batch)
+                self._check_labels([(index, batch)])
             context = self.context(constants, index, batch)
             yield index, context, self._batches.masses[index] / self._total
 
@@ -512,7 +512,7 @@ class Risk:
             precision=self.precision,
             device=self.theta.device,
             constant=self._constant,
-            formulas=self._formulas,
+            replace=self._replaces,
         )
 
     def diagnose(self) -> None:
@@ -550,14 +550,10 @@ class Risk:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         return modes.draw_masks(self._mask_shapes[index], generator, like=self.theta)
 
-    def _check_labels(self, index: int, batch: Batch) -> None:
-        if self._outputs is not None:
+    def _check_labels(self, batches: Iterable[tuple[int, Batch]]) -> None:
+        for index, batch in batches if self._outputs is not None else ():
             target = self.adapter.target(batch)
             check_labels(self.loss_fn, self._outputs, target, f"batch {index}")
-
-    def _check_held_labels(self) -> None:
-        for index, batch in self._batches if self._batches.held else ():
-            self._check_labels(index, batch)
 
     def _check_batch_norm(self, mode: BatchNormMode) -> None:
         if mode == "train" and self._batches.defaulted and batch_norms(self.model):
@@ -571,7 +567,7 @@ class Risk:
             raise ValueError("loss and gradient must be finite, got NaN or Inf in another process")
 
     def _on_batches(self, batches: list[Batch]) -> "Risk":
-        other = self._changed(sharing="none", shared=self.shared)
+        other = self._copy_with(sharing="none", shared=self.shared)
         counts: Any = {name: self._reading[name] for name in ("count", "mass")}
         other._batches = Batches(batches, device=self.theta.device, **counts)
         other.num_samples, other._total = sum(other.batch_sizes), sum(other._batches.masses)
@@ -580,7 +576,7 @@ class Risk:
             other.batch_norm, other._constants = "eval", self.constants()
         return other
 
-    def _changed(self, **changes: Any) -> "Risk":
+    def _copy_with(self, **changes: Any) -> "Risk":
         other = copy.copy(self)
         other._statistics, other._sample_gaps, other.shared = None, {}, {}
         for name, value in changes.items():
@@ -611,7 +607,7 @@ def _inspect_first_batch(risk: Risk) -> Any:
     """Evaluate one batch twice, and raise unless both losses are the same finite number.
 
     Also restores buffers that the model wrote to, and sets what the first call shows: whether
-    operations need formulas, and whether the loss is linear in the outputs.
+    functions of torch must be replaced, and whether the loss is linear in the outputs.
 
     Returns:
         The outputs of one sample, or ``None`` if the outputs are not a tensor.
@@ -624,12 +620,12 @@ def _inspect_first_batch(risk: Risk) -> Any:
         context = risk.context(risk.constants(), index, batch)
         with torch.no_grad(), risk.settings():
             try:
-                with FormulaDetector() as noted:
+                with FunctionDetector() as noted:
                     outputs, target = risk.evaluate(risk.params, context)
             except (RuntimeError, IndexError) as error:  # the shape or dtype of the inputs
                 error.args = (inputs_error(index, batch, risk.theta.dtype, error),)
                 raise
-            risk._formulas = noted.used
+            risk._replaces = noted.used
             if not torch.equal(risk.theta, before):
                 raise ValueError("model must not change its parameters: does it use max_norm?")
             risk._written = parameters.restore_buffers(risk.model, risk._constants)

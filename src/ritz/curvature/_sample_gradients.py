@@ -182,7 +182,7 @@ def _checked_plan(risk: Risk, few: Context, max_columns: int | None) -> Plan:
     class suggests, if samples lie along another axis, or if samples depend on each other.
     """
     modules = owners(list(risk.space.shapes))
-    recorded_pass = forward_pass(risk, few, _untied(risk.model, modules))
+    recorded_pass = forward_pass(risk, few, _unshared(risk.model, modules))
     outputs = recorded_pass.outputs
     if not is_rows(outputs, few.size):
         return Plan(gap="the outputs are not one tensor with a row for each sample")
@@ -233,7 +233,7 @@ def _gradient(risk: Risk, few: Context, cotangent: Tensor) -> Params:
         return derivatives(risk.evaluate(leaves, few)[0], leaves, cotangent)
 
 
-def _untied(model: nn.Module, modules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def _unshared(model: nn.Module, modules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """Return the modules that do not share a parameter with another module."""
     users: dict[int, set[str]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):

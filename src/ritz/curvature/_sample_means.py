@@ -166,8 +166,9 @@ def _gap_by_outputs(
 ) -> tuple[Tensor, float] | None:
     """Return the difference of the derivatives in the outputs, and their norm, or ``None``."""
     whole = grad(lambda point: risk.adapter.loss(point, target))(outputs)
-    call = partial(losses.mean_slope, risk.loss_fn, outputs, target, alone=alone)
-    mean, problem = attempt(call, *(UNSUITABLE if alone else ()))
+    by_sample = losses.losses_alone if alone else losses.sample_losses
+    slope = grad(lambda point: by_sample(risk.loss_fn, point, target).mean())
+    mean, problem = attempt(partial(slope, outputs), *(UNSUITABLE if alone else ()))
     return None if problem else (whole - mean, float(whole.norm()))
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ritz._core.attempts import UNSUITABLE, attempt
 from ritz._core.batch_norm import batch_norms
 from ritz._core.checks import check_choice, check_count, check_type
 from ritz._core.params import ParamSpace
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature._losses import num_correct
-from ritz.curvature._modes import UNSUITABLE, attempt
 from ritz.curvature._risk import Risk, check_risk
 from ritz.curvature._sample_gradients import sample_gradient_parts
 
@@ -372,7 +372,7 @@ def _compare_gradients(risk: Risk) -> Tensor:
     def double(tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, tree)
 
-    precise = risk._changed(
+    precise = risk._copy_with(
         precision="float64", space=ParamSpace(double(risk.params)), theta=double(risk.theta)
     )
     # The same batches for any number of processes.

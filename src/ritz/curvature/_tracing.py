@@ -31,7 +31,7 @@ class Layout(NamedTuple):
     stride: tuple[int, ...]
     device: torch.device
 
-    def expanded(self, shape: torch.Size) -> "Layout":
+    def expand_to(self, shape: torch.Size) -> "Layout":
         """Return the layout after ``expand``."""
         kept = torch.empty_strided(self.shape, self.stride, device="meta").expand(shape)
         return self._replace(shape=kept.shape, stride=kept.stride())
@@ -229,7 +229,7 @@ def _identity(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
     if node.target in (aten._to_copy.default, aten.expand.default, aten.view.default):
         return source if source is not None and _like(source) == _like(node) else None
     if node.target is aten.copy.default:
-        return _written(node)
+        return _copy_source(node)
     if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
         for here, other in ((0, 1), (1, 0)):
             zero, rest = _input(node, here), _input(node, other)
@@ -245,7 +245,7 @@ def _expand(node: fx.Node, source: fx.Node) -> fx.Node | None:
         return None
     with node.graph.inserting_before(node):
         expanded = node.graph.call_function(aten.expand.default, (source, list(large.shape)))
-    expanded.meta["val"] = small.expanded(large.shape)
+    expanded.meta["val"] = small.expand_to(large.shape)
     return expanded
 
 
@@ -269,7 +269,7 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
     return False
 
 
-def _written(node: fx.Node) -> fx.Node | None:
+def _copy_source(node: fx.Node) -> fx.Node | None:
     """Return the source of a copy if it has the layout of the result; else make it a clone.
 
     vmap has a batching rule for a clone, and none for a functionalised copy.
@@ -412,12 +412,12 @@ class Linearization:
             parts = [part for part in primal if isinstance(part, Tensor)]
             key = (width, *(part for part in primal if isinstance(part, int)))
             if key not in self._run_wide:
-                self._run_wide[key] = self._widened(primal, parts, vectors)
+                self._run_wide[key] = self._vmap(primal, parts, vectors)
             # A product that does not depend on the vector comes as one row, expanded.
             block: Tensor = self._run_wide[key](*parts, vectors)[0]
             return block.contiguous()
 
-    def _widened(self, primal: Sequence[Primal], parts: Sequence[Tensor], vectors: Tensor) -> Graph:
+    def _vmap(self, primal: Sequence[Primal], parts: Sequence[Tensor], vectors: Tensor) -> Graph:
         """Trace ``vmap`` of the tangent part, so that later products do not pay for vmap."""
 
         def multiply(*inputs: Tensor) -> Tensor:

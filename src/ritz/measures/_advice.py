@@ -18,10 +18,8 @@ from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, check_risk
 from ritz.measures._advice_numbers import AdviceNumbers, trainable_rates, unknown
 from ritz.measures._advice_result import Advice, advice_sentence, advice_warnings
-from ritz.measures._batch_prediction import (
-    batch_prediction,
-)
-from ritz.measures._bulk_edge import bulk_edge
+from ritz.measures._batch_prediction import batch_prediction
+from ritz.measures._bulk_edge import bulk_edge, ritz_value
 from ritz.measures._critical_sharpness import critical_sharpness
 from ritz.measures._gradients import noise_of
 from ritz.measures._groups import check_batch_sizes, check_groups
@@ -33,7 +31,7 @@ from ritz.measures._learning_rates import (
     stable_rate,
 )
 from ritz.measures._preconditioned import divisors, preconditioned_curvature
-from ritz.spectra import Spectrum, lanczos
+from ritz.spectra import lanczos
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +219,7 @@ def advise(
         batch_sizes=sizes,
         prediction=prediction,
         bulk=bulk_edge(run, variance=prediction.variance, batch_size=prediction.num_samples),
-        smallest=_smallest(run),
+        smallest=ritz_value(run, 0, "smallest Ritz value"),
         noise=noise,
         sharpness=sharpness,
         edge=edge,
@@ -311,8 +309,3 @@ def _sharpness(risk: Risk) -> Estimate:
         return critical_sharpness(risk)
     except ValueError as error:  # a gradient of zero has no direction
         return unknown((), str(error))
-
-
-def _smallest(run: Spectrum) -> Estimate:
-    residual = float(run.residuals[0])
-    return Estimate.exact(run.values[0], method="smallest Ritz value", truncation=residual)

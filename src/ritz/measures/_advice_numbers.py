@@ -71,7 +71,7 @@ class AdviceNumbers:
         self.weight = noise_weight(optimizer, momentum)
         self.share = share_of_variance(self.sizes, self.num_samples)
 
-    def shifted(self, top: Estimate, along: Estimate) -> Estimate:
+    def shift_by_noise(self, top: Estimate, along: Estimate) -> Estimate:
         """Return the largest eigenvalues of batches, shifted by the noise along the eigenvector."""
         # lambda' = lambda + V(phi) / (b lambda), assuming that the mean of the bulk is nearly 0
         return propagate(
@@ -94,13 +94,9 @@ class AdviceNumbers:
         value, spread, full = self._effective_curvature(preconditioned)
         # If the spread is not known, recommend the edge itself.
         known = spread.mean.isfinite()
-        zero = torch.zeros_like(spread.mean)
-        spread = replace(
-            spread,
-            mean=torch.where(known, spread.mean, zero),
-            stderr=torch.where(known, spread.stderr, zero),
-            truncation=torch.where(known, spread.truncation, zero),
-        )
+        names = ("mean", "stderr", "truncation")
+        parts: Any = {name: torch.where(known, getattr(spread, name), 0.0) for name in names}
+        spread = replace(spread, **parts)
         # c / (lambda'_1 + 2 sd) instead of the edge c / lambda'_1 of the mean
         rate = propagate(
             lambda value, deviation, full: (
@@ -125,7 +121,7 @@ class AdviceNumbers:
         """
         best, top = self.prediction.best, self.prediction.lambda_max
         if preconditioned is not None:
-            value = self.shifted(*preconditioned)
+            value = self.shift_by_noise(*preconditioned)
             # Assume that the preconditioned curvature has the same relative spread.
             scaled = partial(propagate, lambda s, v, new: s / v * new)
             spread = scaled(best.spread, best.value, value, method="same relative spread")
@@ -144,22 +140,28 @@ class AdviceNumbers:
 
     def fields(self) -> dict[str, Estimate]:
         """Return the numbers that depend neither on divisors nor on trials, by name."""
-        exponent, additive, multiplicative = self.exponents()
         damping, papers = self.dampings()
-        return {
-            "exponent": exponent,
-            "exponent_additive": additive,
-            "exponent_multiplicative": multiplicative,
+        return self.exponents() | {
             "changes_at": self.changes(),
             "damping": damping,
             "damping_papers": papers,
             "ratio": self.ratio(damping),
         }
 
-    def exponents(self) -> tuple[Estimate, Estimate, Estimate]:
+    def exponents(self) -> dict[str, Estimate]:
         """Return the exponent of the predicted edge, and those of the papers' two models."""
         p = self.prediction
-        common: Any = {"batch_sizes": self.sizes, "num_samples": self.num_samples}
+        additive = propagate(
+            partial(
+                additive_exponent,
+                batch_sizes=self.sizes,
+                num_samples=self.num_samples,
+                homogeneous=True,
+            ),
+            p.lambda_max,
+            p.variance,
+            method="homogeneous noise",
+        )
         multiplicative = unknown(tuple(self.sizes.shape), "the mean of the bulk is not positive")
         # theta = lambda / s - 1 needs 0 < s < lambda.
         if is_below(0.0, p.bulk.mean) and is_below(p.bulk.mean, p.lambda_max.mean):
@@ -173,16 +175,11 @@ class AdviceNumbers:
                 p.bulk,
                 method="multiplicative model",
             )
-        return (
-            self.exponent(),
-            propagate(
-                partial(additive_exponent, **common, homogeneous=True),
-                p.lambda_max,
-                p.variance,
-                method="homogeneous noise",
-            ),
-            multiplicative,
-        )
+        return {
+            "exponent": self.exponent(),
+            "exponent_additive": additive,
+            "exponent_multiplicative": multiplicative,
+        }
 
     def exponent(self) -> Estimate:
         """Return the exponent with which the edge grows from each batch size to the next.

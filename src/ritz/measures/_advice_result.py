@@ -14,17 +14,10 @@ from ritz._core.checks import is_below
 from ritz._core.results import Estimate, format_uncertain
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.measures._batch_prediction import (
-    BatchPrediction,
-    bracketed,
-    homogeneity,
-)
+from ritz.measures._batch_prediction import BatchPrediction, format_prediction, homogeneity
 from ritz.measures._bulk_edge import BulkEdge
 from ritz.measures._gradients import GradientNoise
-from ritz.measures._learning_rates import (
-    ADAPTIVE,
-    stable_rate,
-)
+from ritz.measures._learning_rates import ADAPTIVE, stable_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +206,7 @@ def advice_sentence(advice: Advice, index: int) -> str:
     if math.isfinite(edge) and advice.trainable is None and _is_indefinite(advice):
         advised = f"the edge is {edge:.2g}, but no learning rate is advised at these weights"
     elif math.isfinite(edge):
-        advised = f"{_recommended(advice, index)}: {advised}"
+        advised = f"{_recommendation(advice, index)}: {advised}"
     sentences = [advised[0].upper() + advised[1:]]
     critical = float(advice.noise.curved)
     if size > 2 * critical:
@@ -224,7 +217,7 @@ def advice_sentence(advice: Advice, index: int) -> str:
     return " ".join(f"{text}." for text in [*sentences, *_comparisons(advice, index)])
 
 
-def _recommended(advice: Advice, index: int) -> str:
+def _recommendation(advice: Advice, index: int) -> str:
     rate = float(advice.rate.mean[index])
     if advice.trainable is None or is_below(rate, float(advice.trainable.mean[index])):
         return f"use a learning rate of at most {rate:.2g}"
@@ -335,11 +328,9 @@ def _curvature_table(advice: Advice) -> list[str]:
 
 def _format_model(prediction: BatchPrediction, name: str, place: int) -> str:
     """Return the prediction of a model; in brackets, without an interval, if it is not trusted."""
-    value = getattr(prediction, name).value
     if prediction.trusted[name][place]:
-        return _format(value, place)
-    mean = float(value.mean[place])
-    return bracketed(prediction, name, place, f"{mean:.3g}" if math.isfinite(mean) else "-")
+        return _format(getattr(prediction, name).value, place)
+    return format_prediction(prediction, name, place)
 
 
 def _rate_table(advice: Advice) -> list[str]:

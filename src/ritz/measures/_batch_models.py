@@ -13,9 +13,6 @@ from ritz.measures._batch_subspace import Projections, choose_groups, draw_batch
 from ritz.measures._groups import share_of_variance
 from ritz.rmt import additive_spikes, multiplicative_spikes
 
-# Mean, standard error and truncation of a number.
-Number = tuple[float, float, float]
-UNKNOWN: Number = (math.nan, math.nan, math.nan)
 # Minimum number of draws for the first-order change to serve as a control variate.
 MIN_DRAWS = 10
 
@@ -104,7 +101,7 @@ class SampleStatistics:
             grouped,
             stderr=grouped.stderr.hypot(torch.tensor(sampled, dtype=torch.float64)),
             degrees=max(1, outside.shape[1] - 1),
-            method=f"subspace and {outside.shape[1]} probes, {p.num_groups} groups",
+            method=f"subspace and {outside.shape[1]} probes, {p.groups.count} groups",
         )
         self.bulk = self._mean_outside(p.curvature, complete)
 
@@ -113,9 +110,10 @@ class SampleStatistics:
         """Mean eigenvalue ``s`` outside of the subspace, without the L2 term."""
         return float(self.bulk) - self.l2
 
-    def ratio(self, size: int) -> float:
-        """Return :math:`1/b`, the variance of a batch as a fraction of that of a sample."""
-        return share_of_variance(size, self.projections.num_samples)
+    def ratios(self, sizes: Sequence[int]) -> Tensor:
+        """Return :math:`1/b`, the variance of a batch as a fraction of a sample's, ``(S,)``."""
+        total = self.projections.groups.total
+        return torch.tensor([share_of_variance(b, total) for b in sizes], dtype=torch.float64)
 
     def lindeberg(self, sizes: Sequence[int]) -> Tensor:
         """Return the Lindeberg ratio of each batch size, ``(S,)``."""
@@ -124,18 +122,18 @@ class SampleStatistics:
         total = squares.sum().clamp_min(torch.finfo(torch.float64).tiny)
         # A batch is a sum of B/g groups, so its standard deviation is sqrt(B/g) times theirs. A
         # group dominates if its own deviation exceeds this.
-        limits = [squares.mean() * max(1.0, size / p.group_size) for size in sizes]
+        limits = [squares.mean() * max(1.0, size / p.groups.size) for size in sizes]
         return torch.stack([squares[squares > limit].sum() / total for limit in limits])
 
-    def _over_groups(self, gaps: Tensor, what: str) -> Estimate:
+    def _over_groups(self, gaps: Tensor, name: str) -> Estimate:
         """Return the mean over groups of squared deviations; exact for groups of one sample."""
         estimate = Estimate.exact(
             float(gaps.mean()),
-            method=f"{what} from {len(gaps)} groups",
+            method=f"{name} from {len(gaps)} groups",
             num_products=self.num_products,
             seed=self.seed,
         )
-        error = _error(gaps) * math.sqrt(self.projections.unseen)
+        error = _error(gaps) * self.projections.groups.unseen
         return replace(
             estimate, stderr=torch.tensor(error, dtype=torch.float64), degrees=len(gaps) - 1
         )
@@ -162,41 +160,44 @@ def _error(samples: Tensor) -> float:
 
 
 def make_curve(
-    columns: Sequence[tuple[Number, Number, Number]],
+    table: Tensor,
     method: str,
     source: str,
     num_products: int,
     degrees: int,
     generator: torch.Generator | int,
 ) -> BatchCurve:
-    """Return a curve from the value, the spread and the overlap for each batch size."""
-    seed = generator if isinstance(generator, int) else generator.initial_seed()
-    table = torch.tensor(columns, dtype=torch.float64)
+    """Return a curve from a table ``(S, 3, 3)``.
 
-    def estimate(part: Tensor) -> Estimate:
-        return Estimate(
+    A row has value, spread and overlap of a batch size, each with standard error and truncation.
+    """
+    seed = generator if isinstance(generator, int) else generator.initial_seed()
+    status = Status(outcome="completed", message=f"{len(table)} batch sizes")
+    value, spread, overlap = (
+        Estimate(
             mean=part[:, 0],
             stderr=part[:, 1],
             truncation=part[:, 2],
             degrees=degrees,
             num_products=num_products,
             method=method,
-            status=Status(outcome="completed", message=f"{len(part)} batch sizes"),
+            status=status,
             seed=seed,
         )
+        for part in table.unbind(1)
+    )
+    return BatchCurve(value=value, spread=spread, overlap=overlap, source=(source,) * len(table))
 
-    value, spread, overlap = (estimate(table[:, place]) for place in range(3))
-    return BatchCurve(value=value, spread=spread, overlap=overlap, source=(source,) * len(columns))
 
-
-def summarize(values: Tensor, overlaps: Tensor, changes: Tensor) -> tuple[Number, Number, Number]:
-    """Return value, spread and overlap from the results ``(d,)`` of ``d`` batches.
+def summarize(values: Tensor, overlaps: Tensor, changes: Tensor) -> Tensor:
+    """Return the row of a curve, ``(3, 3)``, from the results ``(d,)`` of ``d`` batches.
 
     ``changes`` are the first-order changes ``phi_1' (H_B - H) phi_1``. Their mean over all batches
     is zero, so they serve as a control variate of the value.
     """
     if len(values) == 1:
-        return (float(values), 0.0, 0.0), (0.0, 0.0, 0.0), (float(overlaps), 0.0, 0.0)
+        rows = [(float(values), 0.0, 0.0), (0.0, 0.0, 0.0), (float(overlaps), 0.0, 0.0)]
+        return torch.tensor(rows, dtype=torch.float64)
     off = changes - changes.mean()
     square = float(off @ off)
     # With few draws, the slope would fit their noise.
@@ -204,11 +205,12 @@ def summarize(values: Tensor, overlaps: Tensor, changes: Tensor) -> tuple[Number
     adjusted = values - slope * changes
     # The slope takes one more degree of freedom.
     wider = math.sqrt((len(values) - 1) / (len(values) - 2)) if slope else 1.0
-    return (
+    rows = [
         (float(adjusted.mean()), wider * _error(adjusted), 0.0),
         (float(values.std()), _spread_error(values), 0.0),
         (float(overlaps.mean()), _error(overlaps), 0.0),
-    )
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def _spread_error(values: Tensor) -> float:
@@ -231,7 +233,7 @@ def subspace(
     half = p.leading(max(1, p.small.shape[1] // 2))
     # Without the curvature of groups along their leaks, the equation is of second order.
     plain = replace(p, curved=False)
-    columns = []
+    rows = []
     for size in sizes:
         chosen = choose_groups(p, size, num_draws, generator)
         full, fewer, bare = (
@@ -240,36 +242,30 @@ def subspace(
                 draw_batches(part, size, chosen, stats.bulk_mean) for part in (p, half, plain)
             )
         )
-        columns.append(_with_errors(full, fewer, bare, stats))
-    method = f"{num_draws} batches of {p.num_groups} groups in {p.small.shape[1]} eigenvectors"
-    return make_curve(columns, method, "subspace", stats.num_products, num_draws - 1, stats.seed)
+        rows.append(_with_errors(full, fewer, bare, stats))
+    method = f"{num_draws} batches of {p.groups.count} groups in {p.small.shape[1]} eigenvectors"
+    return make_curve(
+        torch.stack(rows), method, "subspace", stats.num_products, num_draws - 1, stats.seed
+    )
 
 
-def _with_errors(
-    full: tuple[Number, Number, Number],
-    fewer: tuple[Number, Number, Number],
-    bare: tuple[Number, Number, Number],
-    stats: SampleStatistics,
-) -> tuple[Number, Number, Number]:
+def _with_errors(full: Tensor, fewer: Tensor, bare: Tensor, stats: SampleStatistics) -> Tensor:
     """Add the error of the groups, and as truncation the larger of two changes.
 
     The first is the change from half of the vectors. The second is half of the last term of the
     equation, because the omitted terms are smaller than this term.
     """
-    value, spread, overlap = (number[0] for number in full)
+    value, spread, overlap = full[:, 0].tolist()
     # To first order, the shift is proportional to V(phi_1) and the spread to its root. An overlap
     # o = 1/(1 + x) changes by o (1 - o) per relative change of x.
-    scales = (abs(value - stats.lambda_1), spread / 2, overlap * (1 - overlap))
-    rows = [
-        (
-            number[0],
-            math.hypot(number[1], scale * stats.relative_error),
-            max(abs(number[0] - other[0]), abs(number[0] - last[0]) / 2),
-        )
-        for number, other, last, scale in zip(full, fewer, bare, scales, strict=True)
-    ]
-    first, second, third = rows
-    return (first[0] + stats.l2, first[1], first[2] + stats.lambda_error), second, third
+    scales = [abs(value - stats.lambda_1), spread / 2, overlap * (1 - overlap)]
+    errors = torch.tensor(scales, dtype=torch.float64) * stats.relative_error
+    mean, last = full[:, 0], (full - bare)[:, 0].abs() / 2
+    truncation = torch.maximum((full - fewer)[:, 0].abs(), last)
+    row = torch.stack([mean, full[:, 1].hypot(errors), truncation], 1)
+    row[0, 0] += stats.l2
+    row[0, 2] += stats.lambda_error
+    return row
 
 
 def directional(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
@@ -277,21 +273,21 @@ def directional(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
     p, gap = stats.projections, stats.lambda_1 - stats.bulk_mean
     # phi'(H_B - H) phi is the first-order change. It has mean zero and causes the spread.
     first = p.small[:, 0, 0] - p.small[:, 0, 0].mean()
-    variance = p.factor * float(first.square().mean())
-    columns = []
-    for size in sizes:
-        spread = math.sqrt(variance * stats.ratio(size))
-        value, overlap = UNKNOWN, UNKNOWN
-        if gap > 0:  # otherwise the eigenvalue is inside of the bulk
-            shift = float(stats.along) * stats.ratio(size) / gap
-            error = shift * stats.relative_error
-            value = stats.lambda_1 + stats.l2 + shift, error, stats.lambda_error
-            # 1 - V / (b gap^2)
-            overlap = max(0.0, 1 - shift / gap), error / gap, 0.0
-        columns.append((value, (spread, spread * stats.relative_error / 2, 0.0), overlap))
+    ratios = stats.ratios(sizes)
+    spread = (p.factor * first.square().mean() * ratios).sqrt()
+    # If the gap is not positive, the eigenvalue is inside of the bulk.
+    shift = float(stats.along) * ratios / (gap if gap > 0 else math.nan)
+    error, zero = shift * stats.relative_error, torch.zeros_like(shift)
+    table = [
+        (stats.lambda_1 + stats.l2 + shift, error, shift * 0 + stats.lambda_error),
+        (spread, spread * stats.relative_error / 2, zero),
+        # 1 - V / (b gap^2)
+        ((1 - shift / gap).clamp_min(0.0), error / gap, shift * 0),
+    ]
+    curve = torch.stack([torch.stack(row, 1) for row in table], 1)
     how = "V(phi_1) from the groups"
     return make_curve(
-        columns, how, "directional", stats.num_products, stats.along.degrees, stats.seed
+        curve, how, "directional", stats.num_products, stats.along.degrees, stats.seed
     )
 
 
@@ -299,14 +295,13 @@ def additive(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
     """Return the additive model of the papers: noise of the same variance in all directions."""
     # P sigma^2, and P sigma^2 minus and plus one standard error, for each 1/b
     noise = stats.variance.mean + stats.variance.stderr * torch.tensor([0.0, -1.0, 1.0])
-    ratios = torch.tensor([stats.ratio(size) for size in sizes], dtype=torch.float64)
     spikes = additive_spikes(
         stats.lambda_1,
-        variance=noise.clamp_min(0.0)[:, None] * ratios,
+        variance=noise.clamp_min(0.0)[:, None] * stats.ratios(sizes),
         centre=stats.bulk_mean,
         size=stats.projections.num_parameters,
     )
-    return _spiked(stats, spikes.value, spikes.stddev, spikes.overlap, "additive")
+    return _curve_of_spikes(stats, spikes.value, spikes.stddev, spikes.overlap, "additive")
 
 
 def multiplicative(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
@@ -315,7 +310,7 @@ def multiplicative(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
     shape = (3, len(sizes))
     if not (stats.bulk_mean > 0 and stats.lambda_1 > 0):
         unknown = torch.full(shape, torch.nan, dtype=torch.float64)
-        return _spiked(stats, unknown, unknown, unknown, "multiplicative")
+        return _curve_of_spikes(stats, unknown, unknown, unknown, "multiplicative")
     order = stats.projections.num_parameters
     spikes = multiplicative_spikes(
         stats.lambda_1,
@@ -324,24 +319,17 @@ def multiplicative(stats: SampleStatistics, sizes: Sequence[int]) -> BatchCurve:
         bulk=bulk.double().clamp_min(0.1 * stats.bulk_mean)[:, None],
         size=order,
     )
-    return _spiked(stats, spikes.value, spikes.stddev, spikes.overlap, "multiplicative")
+    return _curve_of_spikes(stats, spikes.value, spikes.stddev, spikes.overlap, "multiplicative")
 
 
-def _spiked(
+def _curve_of_spikes(
     stats: SampleStatistics, values: Tensor, spreads: Tensor, overlaps: Tensor, source: str
 ) -> BatchCurve:
     """Return a curve from a model at its parameter, and at one standard error below and above."""
-    columns = []
-    for place in range(values.shape[1]):
-        numbers = [
-            (float(part[0, place]), abs(float(part[2, place] - part[1, place])) / 2, slack)
-            for part, slack in (
-                (values + stats.l2, stats.lambda_error),
-                (spreads, 0.0),
-                (overlaps, 0.0),
-            )
-        ]
-        columns.append((numbers[0], numbers[1], numbers[2]))
+    models = torch.stack([values + stats.l2, spreads, overlaps], -1)  # (3, S, 3)
+    slack = torch.tensor([stats.lambda_error, 0.0, 0.0], dtype=torch.float64)
+    half = (models[2] - models[1]).abs() / 2
+    table = torch.stack([models[0], half, slack.expand_as(half)], -1)
     parameter = stats.variance if source == "additive" else stats.bulk
     how = f"{source} spiked model"
-    return make_curve(columns, how, source, stats.num_products, parameter.degrees, stats.seed)
+    return make_curve(table, how, source, stats.num_products, parameter.degrees, stats.seed)

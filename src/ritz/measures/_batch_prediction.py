@@ -1,5 +1,6 @@
 """``batch_prediction`` of the curvature of mini-batches, and ``measured_batches`` to compare."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from ritz.measures._batch_models import (
     summarize,
 )
 from ritz.measures._batch_subspace import Projections, project, small_batches
-from ritz.measures._bulk_edge import check_pairs, vector_errors
+from ritz.measures._bulk_edge import check_pairs, ritz_value, vector_errors
 from ritz.measures._groups import (
     check_batch_sizes,
     check_groups,
@@ -155,20 +156,18 @@ class BatchPrediction:
         ]
         for i, size in enumerate(self.batch_sizes):
             best = self.best
-            others = (
-                bracketed(self, name, i, f"{getattr(self, name).value.mean[i]:.4g}")
-                for name in MODELS
-            )
+            others = (format_prediction(self, name, i) for name in MODELS)
             lines.append(
                 f"  {size:>8,}{best.value.mean[i]:>12.4g}{best.spread.mean[i]:>10.3g}"
                 f"{best.overlap.mean[i]:>9.3f}  {best.source[i]:<12}"
                 + "".join(f"{text:>12}" for text in others)
             )
         lines += [f"  {line}" for line in _verdicts(self)]
+        extra = self.cost - self.num_products
         lines.append(
             f"  {self.num_vectors} eigenvectors, groups of {self.group_size}; cost: "
-            f"{self.num_products} products, and {self.cost - self.num_products:.2g} more for "
-            "measured batches"
+            f"{self.num_products} products"
+            + (f", and {extra:.2g} more for measured batches" if extra else "")
         )
         return "\n".join(lines)
 
@@ -181,8 +180,10 @@ def homogeneity(result: BatchPrediction) -> float:
     return 1.0 if is_below(max(noise), roundoff) else noise[0] / max(noise[1], 1e-300)
 
 
-def bracketed(result: BatchPrediction, name: str, place: int, text: str) -> str:
-    """Return a text in brackets if the prediction at this place cannot be trusted."""
+def format_prediction(result: BatchPrediction, name: str, place: int) -> str:
+    """Return a prediction as text, in brackets if it cannot be trusted."""
+    mean = float(getattr(result, name).value.mean[place])
+    text = f"{mean:.4g}" if math.isfinite(mean) else "-"
     return text if result.trusted[name][place] else f"({text})"
 
 
@@ -214,8 +215,8 @@ def _verdicts(result: BatchPrediction) -> list[str]:
     ratio = homogeneity(result)
     if not is_below(ratio, TUNING.homogeneous):
         lines.append(
-            "The additive model does not apply: it assumes V(phi_1) = P sigma^2, but V(phi_1) is "
-            f"{ratio:.3g} times P sigma^2."
+            "The additive model does not apply: it assumes V(phi_1) = P sigma^2, but the ratio is "
+            f"{ratio:.3g}."
         )
     if bool(result.multiplicative.value.mean.isnan().any()):
         lines.append(
@@ -434,15 +435,8 @@ def _basis(
     chosen = pairs.values.argsort(descending=True)[:num_vectors]
     # With partial re-orthogonalisation, Ritz vectors are orthogonal only to the root of roundoff.
     basis, _ = orthonormalize(vectors[:, chosen.to(vectors.device)])
-    first = chosen[0]
-    lambda_max = Estimate.exact(
-        pairs.values[first],
-        method="largest Ritz value",
-        truncation=float(pairs.residuals[first]),
-        num_products=pairs.num_products,
-        status=pairs.status,
-        seed=pairs.seed,
-    )
+    first = int(chosen[0])
+    lambda_max = ritz_value(pairs, first, "largest Ritz value")
     return basis, lambda_max, float(vector_errors(pairs)[first])
 
 
@@ -463,8 +457,8 @@ def _projections(
     # If the probes span the whole complement, orthonormal ones have an exact mean.
     complete = num_probes == len(basis) - basis.shape[1]
     probes = orthonormalize(probes)[0] if complete else probes / column_norms(probes).to(probes)
-    groups, count = random_groups(risk, group_size, generator), sum(risk.batch_rows)
-    return project(groups, basis, probes, matrix=matrix, num_samples=count, progress=progress)
+    groups = random_groups(risk, group_size, generator)
+    return project(groups, basis, probes, matrix=matrix, progress=progress)
 
 
 def _measure(
@@ -477,7 +471,7 @@ def _measure(
     progress: bool | Progress,
 ) -> tuple[BatchCurve, float]:
     """Return the curve of random batches, and its cost in products with the whole matrix."""
-    total, columns, column = sum(risk.batch_rows), [], leading[:, None]
+    total, table, column = sum(risk.batch_rows), [], leading[:, None]
     # The first product with an engine checks it. Do this on all data, because the products of a
     # batch that is fitted well may be nothing but roundoff.
     engines = {size: _engine(size) for size in sizes}
@@ -499,18 +493,17 @@ def _measure(
                     ShiftedOperator(op, scale), largest=1, rtol=TUNING.rtol_measured,
                     certify="none", generator=generator,
                 )  # fmt: skip
-                if pairs.vectors is None:
-                    raise RuntimeError("eigenpairs() returned no vectors")
                 value = float(pairs.values[0]) - scale
-                overlap = inner_products(pairs.vectors[:, :1], leading)
+                overlap = inner_products(check_pairs(pairs, len(leading))[:, :1], leading)
                 # Control variate: the mean of this change over all batches is zero.
                 change = float(inner_products(op @ column, leading)) - quotient
                 rows.append([value, float(overlap) ** 2, change])
                 cost += (pairs.num_products + 1) * size / total
                 bar.update(sum(counts[:index]) + done)
-            columns.append(summarize(*torch.tensor(rows, dtype=torch.float64).T))
+            table.append(summarize(*torch.tensor(rows, dtype=torch.float64).T))
     how = f"Lanczos on {', '.join(map(str, counts))} batches"
-    return make_curve(columns, how, "measured", round(cost), min(counts) - 1, generator), cost
+    curve = make_curve(torch.stack(table), how, "measured", round(cost), min(counts) - 1, generator)
+    return curve, cost
 
 
 def _engine(size: int) -> EngineName:

@@ -13,7 +13,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.sampling import check_samples
 from ritz.curvature import Risk
 from ritz.curvature._shared import CurvatureMatrix, batch_products
-from ritz.measures._groups import share_of_variance
+from ritz.measures._groups import Groups, share_of_variance
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,7 @@ class Projections:
             groups.
         gaps: :math:`\|(H_j - H) z\|^2` for each group and probe, ``(m, p)``.
         mean_leak: :math:`U^\top H (I - U U^\top) H U`, ``(k, k)``; zero for exact eigenvectors.
-        group_size: Number ``g`` of samples per group.
-        num_samples: Number ``N`` of all samples.
+        groups: The groups.
         num_parameters: Number ``P`` of parameters.
         curved: Whether :func:`draw_batches` uses the curvature of groups along their leaks.
     """
@@ -58,30 +57,19 @@ class Projections:
     curvature: Tensor
     gaps: Tensor
     mean_leak: Tensor
-    group_size: int
-    num_samples: int
+    groups: Groups
     num_parameters: int
     curved: bool = True
 
     @property
-    def num_groups(self) -> int:
-        """Number ``m`` of groups."""
-        return len(self.small)
-
-    @property
     def factor(self) -> float:
         """Variance of the matrix of a sample, divided by the variance of the matrix of a group."""
-        return 1 / share_of_variance(self.group_size, self.num_samples)
+        return 1 / share_of_variance(self.groups.size, self.groups.total)
 
     @property
     def columns(self) -> int:
         """Number of products with the matrix of all data that the projections took."""
         return self.small.shape[1] + self.gaps.shape[1]
-
-    @property
-    def unseen(self) -> float:
-        """Squared finite-population correction of standard errors over the groups."""
-        return (self.num_samples - self.num_groups) / (self.num_samples - 1)
 
     def leading(self, count: int) -> "Projections":
         """Return the projections on the first ``count`` vectors of the basis."""
@@ -103,12 +91,11 @@ class Projections:
 
 
 def project(
-    groups: Risk,
+    groups: Groups,
     basis: Tensor,
     probes: Tensor,
     *,
     matrix: CurvatureMatrix,
-    num_samples: int,
     progress: bool | Progress,
 ) -> Projections:
     """Return the projections of all groups, in one pass over them.
@@ -116,19 +103,19 @@ def project(
     Cost: one product per vector. Memory: four blocks ``(P, k + p)``.
 
     Args:
-        groups: Risk with one batch per group, all of one size.
+        groups: The groups.
         basis: Orthonormal columns :math:`U`, ``(P, k)``.
         probes: Random unit vectors orthogonal to the basis, ``(P, p)``.
         matrix: ``hessian`` or ``ggn``.
-        num_samples: Number of all samples.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
-    k, m = basis.shape[1], groups.num_batches
+    k, m = basis.shape[1], groups.count
     columns = torch.cat([basis, probes], 1)
     small, leak, squares = [], [], []
     mean = torch.zeros_like(columns)
     with tracking(progress, "curvature of groups", m) as bar:
-        for done, (_, product) in enumerate(batch_products(groups, columns, matrix=matrix), 1):
+        products = batch_products(groups.risk, columns, matrix=matrix)
+        for done, (_, product) in enumerate(products, start=1):
             mean.add_(product, alpha=1 / m)
             inside, rest = _split(basis, product[:, :k])
             small.append(inside)
@@ -145,8 +132,7 @@ def project(
         curvature=column_dots(probes, curved).cpu(),
         gaps=gaps,
         mean_leak=_split(basis, mean[:, :k])[1],
-        group_size=groups.batch_rows[0],
-        num_samples=num_samples,
+        groups=groups,
         num_parameters=len(basis),
     )
 
@@ -190,28 +176,21 @@ def draw_batches(projections: Projections, size: int, weights: Tensor, bulk: flo
         weights: Groups in each batch, from :func:`choose_groups`, ``(d, m)``.
         bulk: Mean ``s`` of the eigenvalues outside of the subspace.
     """
-    p = projections
+    p, m = projections, projections.groups.count
     count = round(1 / float(weights.max()))
     # If the batch is not a whole number of groups, use the nearest whole number and rescale the
     # deviations to the variance of the batch.
-    ratio = share_of_variance(size, p.num_samples)
-    nearest = share_of_variance(count * p.group_size, p.num_groups * p.group_size)
+    ratio = share_of_variance(size, p.groups.total)
+    nearest = share_of_variance(count * p.groups.size, m * p.groups.size)
     scale = ratio / nearest if nearest else 0.0
     mean = p.small.mean(0)
     off = (weights @ (p.small - mean).flatten(1)).view(-1, *mean.shape) * scale**0.5
     # A batch has m of M distinct groups. Compared with drawing with replacement, the mean square of
     # a sum of m deviations is smaller by the factor (M - m)/(M - 1).
-    left = (p.num_groups - count) / max(1, p.num_groups - 1) * scale
+    left = (m - count) / max(1, m - 1) * scale
     eye = bulk * torch.eye(len(mean), dtype=torch.float64)
-    poles = (
-        self_curvatures(p.small - eye, p.leak) / count if p.curved else torch.zeros(p.num_groups)
-    )
-    values, overlaps = outliers(
-        mean + off - eye,
-        weights.square() * left,
-        p.leak,
-        poles,
-    )
+    poles = self_curvatures(p.small - eye, p.leak) / count if p.curved else torch.zeros(m)
+    values, overlaps = outliers(mean + off - eye, weights.square() * left, p.leak, poles)
     return Draws(values=values + bulk, overlaps=overlaps, first=off[:, 0, 0])
 
 
@@ -219,8 +198,8 @@ def choose_groups(
     projections: Projections, size: int, num_draws: int, generator: torch.Generator
 ) -> Tensor:
     """Return weights ``(d, m)``: ``1/c`` for the ``c`` distinct groups of a batch, otherwise 0."""
-    total = projections.num_groups
-    count = min(max(1, round(size / projections.group_size)), total)
+    total = projections.groups.count
+    count = min(max(1, round(size / projections.groups.size)), total)
     # The groups with the smallest random keys are a uniform choice of distinct groups.
     keys = torch.rand(num_draws, total, generator=generator, device=generator.device)
     chosen = keys.argsort(1)[:, :count].cpu()

@@ -238,7 +238,7 @@ def _noise_edges(
 
 
 # ------------------------------------------------------------------------------------------
-# Vectors of eigenpairs() and lanczos(): whether there are any, and how accurate they are.
+# Values and vectors of eigenpairs() and lanczos(), and how accurate they are.
 
 
 def check_pairs(pairs: Eigenpairs | Spectrum, num_parameters: int) -> Tensor:
@@ -254,6 +254,18 @@ def check_pairs(pairs: Eigenpairs | Spectrum, num_parameters: int) -> Tensor:
             f"pairs must have vectors of {num_parameters} rows, got {len(pairs.vectors)}"
         )
     return pairs.vectors
+
+
+def ritz_value(pairs: Eigenpairs | Spectrum, place: int, method: str) -> Estimate:
+    """Return a Ritz value with its residual as truncation."""
+    return Estimate.exact(
+        pairs.values[place],
+        method=method,
+        truncation=float(pairs.residuals[place]),
+        num_products=pairs.num_products,
+        status=pairs.status,
+        seed=pairs.seed,
+    )
 
 
 def vector_errors(pairs: Eigenpairs | Spectrum) -> Tensor:

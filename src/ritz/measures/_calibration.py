@@ -43,6 +43,10 @@ class Reliability:
     confidence: Tensor
     accuracy: Tensor
 
+    def __str__(self) -> str:
+        total = int(self.counts.sum())
+        return f"Calibration error {self.error:.4g} of {total:,} samples in {len(self.counts)} bins"
+
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +78,9 @@ class Temperature(HasStatus):
 
     def __str__(self) -> str:
         return (
-            f"Temperature {self.temperature:.6g} from {self.num_samples:,} samples: cross-entropy "
-            f"{self.loss:.5g} -> {self.loss_scaled:.5g}, calibration error "
-            f"{self.before.error:.4g} -> {self.after.error:.4g}  [{self.status}]"
+            f"Temperature {self.temperature:.6g} from {self.num_samples:,} samples  "
+            f"[{self.status}]\n  cross-entropy {self.loss:.5g} -> {self.loss_scaled:.5g}, "
+            f"calibration error {self.before.error:.4g} -> {self.after.error:.4g}"
         )
 
 
@@ -305,13 +309,14 @@ class CalibratedSharpness(HasStatus):
 
     def __str__(self) -> str:
         left = f", not folded: {', '.join(self.unfolded)}" if self.unfolded else ""
-        return (
+        lines = [
             f"Calibrated sharpness: lambda_max = {self.lambda_max:.6g} (residual "
-            f"{self.residual:.2g}) of the {self.matrix}, {self.num_samples:,} samples\n"
-            f"  batch norms folded: {self.num_folded}{left}\n"
-            f"  {self.temperature}\n"
-            f"  [{self.status}]"
-        )
+            f"{self.residual:.2g}) of the {self.matrix}, {self.num_samples:,} samples",
+            f"[{self.status}]",
+            f"batch norms folded: {self.num_folded}{left}",
+            *str(self.temperature).splitlines(),
+        ]
+        return "\n  ".join(lines)
 
 
 def calibrated_sharpness(
@@ -408,10 +413,10 @@ class ExcessRisk:
 
     def __str__(self) -> str:
         return (
-            f"Excess risk at most {self.generalisation + self.optimisation:.6g}: generalisation "
-            f"error {self.generalisation:.6g} (loss {self.held_out:.6g} on held-out data, "
-            f"{self.train:.6g} on training data), optimisation error {self.optimisation:.6g} "
-            f"(above a minimum of {self.minimum:.6g})"
+            f"Excess risk at most {self.generalisation + self.optimisation:.6g}\n"
+            f"  generalisation error {self.generalisation:.6g}: loss {self.held_out:.6g} on "
+            f"held-out data, {self.train:.6g} on training data\n"
+            f"  optimisation error {self.optimisation:.6g}: above a minimum of {self.minimum:.6g}"
         )
 
 

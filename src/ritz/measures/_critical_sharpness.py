@@ -97,12 +97,12 @@ def critical_sharpness(
         low, high = (low, middle) if gap > 0 else (middle, high)
     # 2 / eta lies between 2 / high and 2 / low. Return their mean and half their distance.
     value, half = 1 / low + 1 / high, 1 / low - 1 / high
-    found = is_below(half, rtol * value)
+    converged = is_below(half, rtol * value)
     level = f"the loss does not change beyond roundoff from {low:.3g} to {high:.3g}"
     status = Status(
-        outcome="converged" if found else "max_steps",
-        message=f"the loss rises at a learning rate of {high:.3g}" if found else level,
-        advice="" if found else "use precision='float64', or a larger rtol",
+        outcome="converged" if converged else "max_steps",
+        message=f"the loss rises at a learning rate of {high:.3g}" if converged else level,
+        advice="" if converged else "use precision='float64', or a larger rtol",
     )
     return Estimate.exact(value, truncation=half, method=f"{passes} forward passes", status=status)
 

@@ -29,7 +29,6 @@ from ritz.measures._groups import (
     check_groups,
     choose_group_size,
     contrasts,
-    group_error_factor,
     random_groups,
     random_vectors,
     share_of_variance,
@@ -141,19 +140,15 @@ def curvature_variance(
     groups = random_groups(risk, group_size, generator)
     gaps, roundoff = contrasts(groups, vectors, matrix, progress=progress)
     # V = (N - 1)/N g/(M - 1) sum |y_j - mean|^2; the mean over contrasts divides by M - 1.
-    scale = group_size * (count - 1) / count
-    gaps, roundoff = scale * gaps, scale * roundoff
+    gaps, roundoff = groups.scale * gaps, groups.scale * roundoff
     whole = group_size == 1
     # Few groups are skewed: V sums the squares of their deviations.
     by_groups = Estimate.of(
         gaps.mean(1) if along is None else gaps, method="groups", num_products=0
     )
-    error = (
-        torch.zeros_like(by_groups.mean)
-        if whole
-        else skewed_stderr(by_groups) * group_error_factor(groups, count)
-    )
-    method = "single samples" if whole else f"{groups.num_batches} random groups of {group_size}"
+    zero = torch.zeros_like(by_groups.mean)
+    error = zero if whole else skewed_stderr(by_groups) * groups.unseen
+    method = str(groups)
     if left := count % group_size:
         method += f", {left} of {count} samples left out at random"
     # Random probes are averaged. Directions in `along` have one value each.

@@ -65,10 +65,11 @@ class Degeneracy:
     def __str__(self) -> str:
         mass = plain_estimate(self.mass)
         low, high = self.interval
+        doubt = "" if self.mass.status.ok else f"\n  [{self.mass.status}]"
         return (
             f"A fraction {mass} (truncation {float(self.mass.truncation):.2g}) of the eigenvalues "
             f"is near zero: in [{low:.2g}, {high:.2g}], with mean {float(self.value.mean):.2g}"
-        )
+        ) + doubt
 
 
 @storable

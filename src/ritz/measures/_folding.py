@@ -148,12 +148,12 @@ def _fold(layer: Layer, norm: _BatchNorm) -> None:
     weight = layer.weight
     bias = -mean if layer.bias is None else layer.bias.double() - mean
     bias = bias * scale if norm.bias is None else bias * scale + norm.bias.double()
-    weight.copy_(_scaled(layer, weight.double(), scale))
+    weight.copy_(_scale_outputs(layer, weight.double(), scale))
     # A layer without a bias gets one, because batch norm shifts its outputs.
     layer.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
 
 
-def _scaled(layer: Layer, weight: Tensor, scale: Tensor) -> Tensor:
+def _scale_outputs(layer: Layer, weight: Tensor, scale: Tensor) -> Tensor:
     """Return weights with each output multiplied by its scale."""
     if not isinstance(layer, _ConvTransposeNd):
         return weight * scale.view(-1, *(1,) * (weight.ndim - 1))

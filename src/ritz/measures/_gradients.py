@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.blocks import column_dots, inner_products
-from ritz._core.checks import (
-    check_count,
-    is_below,
-)
+from ritz._core.checks import check_count, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.propagation import propagate
 from ritz._core.random import resolve_generator
@@ -23,9 +20,9 @@ from ritz.curvature._shared import CurvatureMatrix, check_risk, gradient_roundof
 from ritz.measures._bulk_edge import check_pairs, vector_errors
 from ritz.measures._groups import TUNING as GROUPS
 from ritz.measures._groups import (
+    Groups,
     choose_group_size,
     contrast_roundoff,
-    group_error_factor,
     group_roundoff,
     random_groups,
 )
@@ -156,31 +153,28 @@ def noise_of(
     risk = op.risk
     risk.require_separable("gradient_noise()")
     risk.require_sample_mean(alone=True)
-    count = sum(risk.batch_rows)
-    group_size = choose_group_size(group_size, count)
+    group_size = choose_group_size(group_size, sum(risk.batch_rows))
     num_probes = check_count("num_probes", num_probes, low=2)
     generator = resolve_generator(generator)
     groups = random_groups(risk, group_size, generator)
     # Sigma = scale sum_j d_j d_j'
-    scale = (count - 1) / count * group_size / max(1, groups.num_batches - 1)
+    scale = groups.scale / max(1, groups.count - 1)
     # |g|^2 and g'Hg / |g|^2, for the signal
     gradient = risk.gradient()
     deviations = _Deviations(groups, progress)
     image = op.matmat(gradient[:, None])[:, 0]
     square = _square(gradient, deviations)
     along = _rayleigh(gradient, image, square)
-    unseen = group_error_factor(groups, count)  # 0 for groups of one sample: Sigma is exact
-    method = "single samples" if group_size == 1 else f"{groups.num_batches} random groups"
-    variance = _variance(deviations, scale, unseen, method, generator)
+    variance = _variance(deviations, scale, generator)
     # tr(H Sigma) = tr(scale D'HD), of order M instead of P
     noise = trace(
         _NoiseOperator(op, deviations, scale),
         # XTrace is exact with as many probes as rows.
-        num_probes=min(num_probes, groups.num_batches),
+        num_probes=min(num_probes, groups.count),
         generator=generator,
     )
     # The variance of a quadratic form of normal deviations is 2 |A|_F^2 <= 2 (tr A)^2.
-    bound = abs(float(noise)) * math.sqrt(2 / max(1, groups.num_batches - 1)) * unseen
+    bound = abs(float(noise)) * math.sqrt(2 / max(1, groups.count - 1)) * groups.unseen
     # D'HD is quadratic in the deviations, whose relative error is half that of their variance.
     off = variance.truncation / variance.mean.clamp_min(torch.finfo(torch.float64).tiny)
     noise = replace(
@@ -192,10 +186,10 @@ def noise_of(
         variance=variance,
         gradient_square=square,
         along=along,
-        simple=propagate(_ratio, variance, square, method=f"tr Sigma / |g|^2, {method}"),
-        curved=_curved(noise, along, square, method),
+        simple=propagate(_ratio, variance, square, method=f"tr Sigma / |g|^2, {groups}"),
+        curved=_critical_size(noise, along, square, str(groups)),
         matrix=op.matrix,
-        num_samples=count,
+        num_samples=groups.total,
         num_products=noise.num_products + 1,
         num_gradients=1 + deviations.num_passes,
     )
@@ -206,7 +200,7 @@ class _Deviations:
     """The deviations ``d_j`` of the gradients of groups: stored, or computed in each pass.
 
     Attributes:
-        count: Number of groups ``M``.
+        groups: The groups.
         mean: Their mean gradient ``(P,)``, float64.
         dtype: Data type of the gradients.
         contrasts: Terms ``(M - 1,)`` whose sum is the sum of the squared deviations.
@@ -214,14 +208,13 @@ class _Deviations:
         num_passes: Passes over the data so far. Each costs one gradient of all data.
     """
 
-    def __init__(self, groups: Risk, progress: bool | Progress) -> None:
-        self._groups, self._progress, self.num_passes = groups, progress, 0
-        self.dtype = groups.theta.dtype
-        self.count = groups.num_batches
-        theta = groups.theta
+    def __init__(self, groups: Groups, progress: bool | Progress) -> None:
+        self.groups, self._progress, self.num_passes = groups, progress, 0
+        theta = groups.risk.theta
+        self.dtype = theta.dtype
         self.mean = torch.zeros_like(theta, dtype=torch.float64)
-        fits = self.count * len(theta) <= TUNING.stored
-        self._rows = theta.new_empty(self.count, len(theta)) if fits else None
+        fits = groups.count * len(theta) <= TUNING.stored
+        self._rows = theta.new_empty(groups.count, len(theta)) if fits else None
         gaps = []
         for j, gradient in enumerate(self._pass(), start=1):
             if self._rows is not None:
@@ -233,17 +226,17 @@ class _Deviations:
         # The sum of (j - 1)/j |y_j - mean_{j-1}|^2 is the sum of |y_j - mean|^2.
         self.contrasts = torch.tensor(gaps[1:], dtype=torch.float64)
         # sum_j |y_j|^2 = sum_j |y_j - mean|^2 + M |mean|^2
-        square = float(self.contrasts.sum()) / self.count + float(self.mean.square().sum())
-        self.unit = group_roundoff(groups, math.sqrt(square))
+        square = float(self.contrasts.sum()) / groups.count + float(self.mean.square().sum())
+        self.unit = group_roundoff(groups.risk, math.sqrt(square))
         if self._rows is not None:
             self._rows -= self.mean.to(theta)
 
     def _pass(self) -> Iterator[Tensor]:
         self.num_passes += 1
-        groups = self._groups
-        with tracking(self._progress, "gradients of groups", self.count) as bar, groups.settings():
-            for done, (_, context, _) in enumerate(groups.contexts(), start=1):
-                yield groups.batch_gradient(context)[0]
+        risk, count = self.groups.risk, self.groups.count
+        with tracking(self._progress, "gradients of groups", count) as bar, risk.settings():
+            for done, (_, context, _) in enumerate(risk.contexts(), start=1):
+                yield risk.batch_gradient(context)[0]
                 bar.update(done)
 
     def combine(self, weights: Tensor) -> Tensor:
@@ -254,7 +247,7 @@ class _Deviations:
         total = self.mean.new_zeros(len(self.mean), weights.shape[1])
         for row, gradient in zip(weights.double(), self._pass(), strict=True):
             total.addr_(gradient.double() - self.mean, row.to(total))
-        return total.to(self._groups.theta)
+        return total.to(self.dtype)
 
     def project(self, block: Tensor) -> Tensor:
         """Return the inner products ``D'V`` with vectors ``V`` ``(P, k)``, of shape ``(M, k)``."""
@@ -269,7 +262,9 @@ class _NoiseOperator(LinearOperator):
     """The matrix ``scale D'HD`` of size ``M``, which has the same trace as ``H Sigma``."""
 
     def __init__(self, op: CurvatureOperator, deviations: _Deviations, scale: float) -> None:
-        super().__init__(deviations.count, dtype=op.dtype, device=op.device, block_size=WIDTH)
+        super().__init__(
+            deviations.groups.count, dtype=op.dtype, device=op.device, block_size=WIDTH
+        )
         self._op, self._deviations, self._scale = op, deviations, scale
 
     def _matmat(self, block: Tensor) -> Tensor:
@@ -283,7 +278,7 @@ def _square(gradient: Tensor, deviations: _Deviations) -> Estimate:
     """Return the squared norm of the gradient."""
     size = float(gradient.double().norm())
     # The gradients of groups cancel near a minimum; roundoff is relative to their norms.
-    spread = float(deviations.contrasts.sum()) / deviations.count
+    spread = float(deviations.contrasts.sum()) / deviations.groups.count
     off = deviations.unit * math.sqrt(size**2 + spread)
     return Estimate.exact(size**2, method="|g|^2", truncation=2 * size * off + off**2)
 
@@ -307,42 +302,34 @@ def _ratio(top: Tensor, size: Tensor) -> Tensor:
     return torch.where(size > 0, top / size, torch.nan)
 
 
-def _variance(
-    deviations: _Deviations,
-    scale: float,
-    unseen: float,
-    method: str,
-    generator: torch.Generator,
-) -> Estimate:
+def _variance(deviations: _Deviations, scale: float, generator: torch.Generator) -> Estimate:
+    groups, gaps = deviations.groups, deviations.contrasts
     # The mean of M - 1 contrasts is the sum over groups divided by M - 1.
-    gaps = deviations.contrasts
-    samples = gaps * (scale * (deviations.count - 1))
+    samples = gaps * (scale * (groups.count - 1))
     square = torch.tensor(float(deviations.mean.square().sum()), dtype=torch.float64)
     roundoff = contrast_roundoff(gaps, square, deviations.unit) * (scale * len(gaps))
     estimate = Estimate.of(
         samples,
-        method=f"variance of the gradients of {method}",
+        method=f"variance of the gradients of {groups}",
         num_products=0,
         truncation=roundoff,
-        status=Status(outcome="completed", message=f"{deviations.count} groups"),
+        status=Status(outcome="completed", message=f"{groups.count} groups"),
         seed=generator.initial_seed(),
     )
     # A single contrast has no standard error, but that of two samples is exact.
-    error = estimate.stderr * unseen if unseen else torch.zeros_like(estimate.stderr)
-    return replace(estimate, stderr=error)
+    zero = torch.zeros_like(estimate.stderr)
+    return replace(estimate, stderr=estimate.stderr * groups.unseen if groups.unseen else zero)
 
 
-def _curved(noise: Estimate, along: Estimate, square: Estimate, method: str) -> Estimate:
+def _critical_size(noise: Estimate, along: Estimate, square: Estimate, method: str) -> Estimate:
     if is_below(along.mean, 0.0) or not bool(torch.isfinite(along.mean)):
         status = Status(
             outcome="uncertain",
             message=f"the curvature along the gradient is {float(along):.3g}, not positive",
             advice="use matrix='ggn'",
         )
-        nan = torch.tensor(math.nan, dtype=torch.float64)
-        unknown = torch.tensor(math.inf, dtype=torch.float64)
-        return replace(
-            Estimate.exact(nan, method="tr(H Sigma) / g'Hg", status=status), truncation=unknown
+        return Estimate.exact(
+            math.nan, method="tr(H Sigma) / g'Hg", truncation=math.inf, status=status
         )
     return propagate(
         lambda top, rayleigh, size: _ratio(top, rayleigh * size),

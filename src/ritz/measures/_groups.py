@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
@@ -88,19 +88,48 @@ def choose_group_size(
     return check_count("group_size", group_size, high=max(1, count // 3))
 
 
-def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
-    """Return the risk with one batch per random group; leftover samples are dropped."""
+@final
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Random disjoint groups of samples.
+
+    Attributes:
+        risk: The risk with one batch per group.
+        size: Number ``g`` of samples per group.
+        total: Number ``N`` of all samples. Those left over are in no group.
+    """
+
+    risk: Risk
+    size: int
+    total: int
+
+    @property
+    def count(self) -> int:
+        """Number ``M`` of groups."""
+        return self.risk.num_batches
+
+    @property
+    def scale(self) -> float:
+        """Variance of a sample over the mean contrast of groups, in expectation; see contrasts."""
+        return self.size * (self.total - 1) / self.total
+
+    @property
+    def unseen(self) -> float:
+        """Finite-population correction of a standard error over the groups."""
+        # The means of M groups span M - 1 of the N - 1 contrasts between samples. Groups of one
+        # sample span all of them, so that nothing is left to chance.
+        return math.sqrt(max(0, self.total - self.count) / max(1, self.total - 1))
+
+    def __str__(self) -> str:
+        return "single samples" if self.size == 1 else f"{self.count} random groups of {self.size}"
+
+
+def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Groups:
+    """Return random groups of this size; leftover samples are dropped."""
     count = sum(risk.batch_rows)
     order = torch.randperm(count, generator=generator, device=generator.device)
     used = order[: count // group_size * group_size].to(risk.theta.device)
-    return risk.samples(used, batch_size=group_size)
-
-
-def group_error_factor(groups: Risk, count: int) -> float:
-    r"""Return the finite-population correction of a standard error over random groups."""
-    # The means of M groups span M - 1 of the N - 1 contrasts between samples. Groups of one sample
-    # span all of them, so that nothing is left to chance.
-    return math.sqrt(max(0, count - groups.num_batches) / max(1, count - 1))
+    return Groups(risk.samples(used, batch_size=group_size), group_size, count)
 
 
 def check_batch_sizes(sizes: Sequence[int], count: int | None) -> tuple[int, ...]:
@@ -118,7 +147,7 @@ def check_batch_sizes(sizes: Sequence[int], count: int | None) -> tuple[int, ...
 
 
 def contrasts(
-    groups: Risk,
+    groups: Groups,
     vectors: Tensor,
     matrix: CurvatureMatrix,
     *,
@@ -135,11 +164,11 @@ def contrasts(
     blocks, done = vectors.split(TUNING.block, 1), 0
     parts: list[Tensor] = []
     means: list[Tensor] = []
-    with tracking(progress, "curvature of groups", len(blocks) * groups.num_batches) as bar:
+    with tracking(progress, "curvature of groups", len(blocks) * groups.count) as bar:
         for block in blocks:
             mean = torch.zeros_like(block, dtype=torch.float64)
-            terms = []
-            for j, (_, product) in enumerate(batch_products(groups, block, matrix=matrix), start=1):
+            terms, products = [], batch_products(groups.risk, block, matrix=matrix)
+            for j, (_, product) in enumerate(products, start=1):
                 # mean_j = mean_{j-1} + (y_j - mean_{j-1}) / j
                 step = (root * product).double() - mean
                 terms.append(column_dots(step, step) * ((j - 1) / j))
@@ -153,23 +182,25 @@ def contrasts(
     gaps = torch.cat(parts, 1)
     # The second derivatives of losses in closed form do not cancel. For others, those of the
     # gradients stand for those of the products.
-    known = accurate_loss(groups.loss_fn) is not groups.loss_fn
-    unit = TUNING.roundoff * torch.finfo(vectors.dtype).eps if known else group_roundoff(groups)
+    loss_fn = groups.risk.loss_fn
+    known = accurate_loss(loss_fn) is not loss_fn
+    unit = TUNING.roundoff * torch.finfo(vectors.dtype).eps
+    unit = unit if known else group_roundoff(groups.risk)
     return gaps, contrast_roundoff(gaps, torch.cat(means), unit)
 
 
-def group_roundoff(groups: Risk, size: float | None = None) -> float:
+def group_roundoff(risk: Risk, size: float | None = None) -> float:
     """Return the relative error of the gradients of groups or batches, by roundoff.
 
     Args:
-        groups: The groups.
+        risk: The risk, with one batch per group.
         size: The root mean square of the norms of all gradients. By default, those of a few groups
             stand for all of them.
     """
-    gap, norm = gradient_roundoff(groups)
+    gap, norm = gradient_roundoff(risk)
     norm = norm if size is None else size
     measured = TUNING.margin * gap / norm if norm > 0 else 0.0
-    return max(TUNING.roundoff * torch.finfo(groups.theta.dtype).eps, measured)
+    return max(TUNING.roundoff * torch.finfo(risk.theta.dtype).eps, measured)
 
 
 def contrast_roundoff(gaps: Tensor, mean_square: Tensor, unit: float) -> Tensor:

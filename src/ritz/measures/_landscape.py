@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -445,9 +445,7 @@ def _values(risk: Risk, statistics: dict[str, Tensor]) -> Row:
     # Sum in float64 over batches, then over processes in one reduction.
     sums = torch.zeros(3, dtype=torch.float64, device=risk.theta.device)
     with torch.no_grad(), risk.settings():
-        for _, context, weight in risk.contexts():
-            if statistics:
-                context = replace(context, constants=context.constants | statistics)
+        for _, context, weight in risk.contexts(risk.constants() | statistics):
             outputs, target = risk.evaluate(risk.params, context)
             loss = weight * float(risk.adapter.loss(outputs, target))
             sums += sums.new_tensor([loss, *num_correct(risk.loss_fn, outputs, target)])

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ritz._core.random import resolve_generator
-from ritz._core.results import Estimate, stderr
+from ritz._core.results import Estimate
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
-from ritz.measures._bulk_edge import check_pairs
-from ritz.measures._groups import choose_group_size, contrasts, group_error_factor, random_groups
+from ritz.measures._bulk_edge import check_pairs, ritz_value
+from ritz.measures._groups import choose_group_size, contrasts, random_groups
 from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs
 
@@ -118,23 +118,12 @@ def preconditioned_curvature(
     root = divisor.rsqrt()[:, None]
     scaled = scaled_operator(curvature_operator(risk, matrix), root[:, 0])
     pairs = eigenpairs(scaled, largest=1, rtol=RTOL, generator=generator)
-    top = Estimate.exact(
-        pairs.values[-1],
-        method="largest Ritz value of the preconditioned matrix",
-        truncation=float(pairs.residuals[-1]),
-        num_products=pairs.num_products,
-        status=pairs.status,
-        seed=pairs.seed,
-    )
-    count = sum(risk.batch_rows)
-    size = choose_group_size(None, count)
-    groups = random_groups(risk, size, generator)
+    top = ritz_value(pairs, -1, "largest Ritz value of the preconditioned matrix")
+    groups = random_groups(risk, choose_group_size(None, sum(risk.batch_rows)), generator)
     # V = (N - 1)/N g/(M - 1) sum_j |y_j - mean|^2 with y_j = D^{-1/2} H_j D^{-1/2} phi. The M - 1
     # contrasts have the same sum, so their mean divides by M - 1.
     vectors = check_pairs(pairs, risk.space.size)
     gaps, roundoff = contrasts(groups, root * vectors[:, -1:], matrix, root=root)
-    scale = size * (count - 1) / count
-    method = f"{groups.num_batches} random groups"
-    samples, off = scale * gaps[:, 0], scale * roundoff[0]
-    along = Estimate.of(samples, truncation=off, method=method, num_products=1)
-    return top, replace(along, stderr=stderr(samples) * group_error_factor(groups, count))
+    samples, off = groups.scale * gaps[:, 0], groups.scale * roundoff[0]
+    along = Estimate.of(samples, truncation=off, method=str(groups), num_products=1)
+    return top, replace(along, stderr=along.stderr * groups.unseen)

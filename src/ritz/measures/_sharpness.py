@@ -74,6 +74,9 @@ class SharpnessRow:
     num_products: int
     status: Status
 
+    def __str__(self) -> str:
+        return "\n".join(f"  {name:<18}  {cell}" for name, cell in _column(self).items())
+
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,14 +388,14 @@ def _root(square: Estimate, least: float) -> Estimate:
     return replace(square, mean=mean, stderr=error, truncation=truncation, method=method)
 
 
-def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
+def _column(row: SharpnessRow, at: Summary | None = None) -> dict[str, str]:
     mass, (low, high) = row.degeneracy.mass, row.degeneracy.interval
     column = {"": row.matrix, "batch norm": row.batch_norm or "none"}
-    if at.accuracy is not None:
+    if at is not None and at.accuracy is not None:
         column["accuracy"] = f"{at.accuracy:.2%}"
+    if at is not None:
+        column |= {"loss": f"{at.loss:.6g}", "|gradient|": f"{at.gradient_norm:.4g}"}
     return column | {
-        "loss": f"{at.loss:.6g}",
-        "|gradient|": f"{at.gradient_norm:.4g}",
         "spectral norm": f"{float(row.spectral_norm):.6g}",
         "  residual": f"{float(row.spectral_norm.truncation):.1g}",
         "largest": f"{row.largest:.6g}",
@@ -419,7 +422,7 @@ class Tuning:
     """When an eigenvalue counts as simple and as converged in the run of every probe."""
 
     # Largest sine of the angle from a Ritz vector to its eigenvector. With 1e-3 some cases of
-    # tests/measures/test_outliers.py fail.
+    # tests/measures/test_sharpness_traces.py fail.
     converged: float = 1e-4
     # Allowed roundoff in the component of a probe along a Ritz vector, for a probe with entries of
     # order one.

@@ -1,15 +1,9 @@
 """Adaptive and second-order optimisers, weight averaging, and schedules of the learning rate."""
 
-from ritz.optim._adaptive import (
-    DampedAdamW,
-    Gadam,
-    GadamX,
-    Padam,
-    PadamW,
-)
+from ritz.optim._adaptive import DampedAdamW, Gadam, GadamX, Padam, PadamW
 from ritz.optim._averaging import AutoAverage, IterateAverage, swa
 from ritz.optim._covariance_noise import CovarianceNoise, NoisySGD
-from ritz.optim._curvature import CurvatureOptimizer
+from ritz.optim._curvature_optimizer import CurvatureOptimizer
 from ritz.optim._damping import Damping, delta_to_shrinkage, shrinkage_to_delta
 from ritz.optim._diagnostics import (
     effective_rates,
@@ -22,7 +16,6 @@ from ritz.optim._kfac import KFAC, KFACPreconditioner
 from ritz.optim._lookahead import Lookahead
 from ritz.optim._newton import LanczosNewton
 from ritz.optim._presets import from_preset, preset, preset_names
-from ritz.optim._reading import StepReader, StepReading, read_step
 from ritz.optim._schedules import (
     GroupSchedule,
     Schedule,
@@ -33,6 +26,7 @@ from ritz.optim._schedules import (
     warmup,
 )
 from ritz.optim._spectral import SpectralRates, SpectralSGD, spectral_rates
+from ritz.optim._step_reader import StepReader, StepReading, read_step
 
 __all__ = [
     "KFAC",

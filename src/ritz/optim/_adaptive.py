@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from ritz._core.checks import check_choice, check_range
 from ritz.optim._adaptive_update import Buffers, CompiledStep, Form, Number, Rule, update
 from ritz.optim._averaging import IterateAverage
-from ritz.optim._state import check_shape, listed
+from ritz.optim._state_tensors import check_shape, named_params
 
 # ------------------------------------------------------------------------------------------
 # The base class of the adaptive optimisers: checks, state, and the step.
@@ -107,7 +107,7 @@ class AdaptiveOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. Raise if the shapes of its parameters differ."""
         # The fused kernel would write beyond the end of a tensor that is too small.
-        here, there = listed(self.param_groups), listed(state_dict["param_groups"])
+        here, there = map(named_params, (self.param_groups, state_dict["param_groups"]))
         for index, ((name, param), (_, place)) in enumerate(zip(here, there, strict=False)):
             for key, value in state_dict["state"].get(place, {}).items():
                 if isinstance(value, Tensor) and value.ndim:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, _default_to_fused_or_foreach
 
-from ritz.optim._state import local
+from ritz.optim._state_tensors import local
 
 Form: TypeAlias = Literal["inside", "outside", "published"]
 Number: TypeAlias = float | Tensor
@@ -152,35 +152,37 @@ def move(b: Buffers, numbers: Numbers, rule: Rule) -> None:
         torch._foreach_mul_(b.params, decay)
     elif rule.weight_decay:
         # g <- g + lambda w
-        grads = torch._foreach_add(grads, _saved(b.params, rule), alpha=rule.weight_decay)
+        grads = torch._foreach_add(grads, _clones(b.params, rule), alpha=rule.weight_decay)
     # m <- beta1 m + (1 - beta1) g and v <- beta2 v + (1 - beta2) g^2
     torch._foreach_lerp_(b.exp_avgs, grads, 1 - rule.beta1)
     torch._foreach_mul_(b.exp_avg_sqs, rule.beta2)
     torch._foreach_addcmul_(b.exp_avg_sqs, grads, grads, 1 - rule.beta2)
-    moments: Any = _saved(b.exp_avg_sqs, rule)
+    moments: Any = _clones(b.exp_avg_sqs, rule)
     if rule.amsgrad:
         # v_max <- max(v_max, v_hat)
         if rule.form == "inside":
             corrections: Any = [number.correction for number in numbers]
             moments = torch._foreach_div(moments, corrections)
         torch._foreach_maximum_(b.max_exp_avg_sqs, moments)
-        moments = _saved(b.max_exp_avg_sqs, rule)
+        moments = _clones(b.max_exp_avg_sqs, rule)
     # w <- w - lr m_hat (v_hat + eps)^-p, where rates are negative
     if rule.partial == 0:
         # (v_hat + eps)^0 = 1. Computing it would take as long as the rest of the step.
         one_rate = not isinstance(rates[0], Tensor) and len(set(rates)) == 1
-        steps: Any = b.exp_avgs if one_rate else torch._foreach_mul(_saved(b.exp_avgs, rule), rates)
+        steps: Any = b.exp_avgs
+        if not one_rate:
+            steps = torch._foreach_mul(_clones(b.exp_avgs, rule), rates)
         torch._foreach_add_(b.params, steps, alpha=rates[0] if one_rate else 1)
         return
     scales = _scales(moments, numbers, rule)
     if isinstance(rates[0], Tensor):
         torch._foreach_mul_(scales, rates)
-        torch._foreach_addcmul_(b.params, _saved(b.exp_avgs, rule), scales)
+        torch._foreach_addcmul_(b.params, _clones(b.exp_avgs, rule), scales)
     else:
         torch._foreach_addcmul_(b.params, b.exp_avgs, scales, rates)
 
 
-def _saved(tensors: Any, rule: Rule) -> Any:
+def _clones(tensors: Any, rule: Rule) -> Any:
     # With ``differentiable``, autograd needs these values, but later operations overwrite them.
     return [tensor.clone() for tensor in tensors] if rule.differentiable else tensors
 
@@ -192,7 +194,7 @@ def _scales(moments: Any, numbers: Numbers, rule: Rule) -> Any:
     power = rule.partial
     bases: Any
     if rule.form == "published":
-        bases, power = _saved(torch._foreach_sqrt(moments), rule), 2 * power
+        bases, power = _clones(torch._foreach_sqrt(moments), rule), 2 * power
         torch._foreach_add_(bases, rule.eps)
     else:
         shifts: Any = rule.eps if rule.amsgrad else [number.shift for number in numbers]

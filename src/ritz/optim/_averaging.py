@@ -16,7 +16,7 @@ from ritz._core.checks import check_choice, check_count, check_range, check_type
 from ritz._core.distributed import reshard, unwrapped
 from ritz._core.params import check_optimizer
 from ritz._core.training_config import PatienceRule
-from ritz.optim._state import NEVER, StateTensors, local, owners
+from ritz.optim._state_tensors import NEVER, StateTensors, local, owners
 
 # ------------------------------------------------------------------------------------------
 # Tail, exponential and Polyak averages.
@@ -164,7 +164,7 @@ class IterateAverage:
         """
         self._check_not_applied("applied")
         # Copies, because the averages are written into the weights.
-        pairs = self._matched(model)
+        pairs = self._find_pairs(model)
         before = [p.detach().clone() for p, _ in pairs]
         self._applied = True
         try:
@@ -183,7 +183,7 @@ class IterateAverage:
         Args:
             model: As in :meth:`applied`.
         """
-        averages = {id(p): average for p, average in self._matched(model)}
+        averages = {id(p): average for p, average in self._find_pairs(model)}
         named = unwrapped(model).named_parameters()
         return {name: averages[id(p)] for name, p in named if id(p) in averages}
 
@@ -195,7 +195,7 @@ class IterateAverage:
             **statistics: The keywords of :meth:`applied`.
         """
         self._check_not_applied("copy_to")
-        _write(self._matched(model))
+        _write(self._find_pairs(model))
         with with_statistics(model, keep=True, **statistics):
             pass
 
@@ -311,7 +311,7 @@ class IterateAverage:
         if self._applied:
             raise RuntimeError(f"{call} must not be called inside 'with average.applied(model)'")
 
-    def _matched(self, model: nn.Module) -> Pairs:
+    def _find_pairs(self, model: nn.Module) -> Pairs:
         """Return the parameters of a model that have an average, with their averages."""
         check_type("model", model, nn.Module, "a torch.nn.Module")
         if not self.count:

@@ -108,8 +108,6 @@ class CovarianceNoise:
     ) -> None:
         check_optimizer(optimizer)
         check_type("model", model, nn.Module, "a torch.nn.Module")
-        if loss_fn is not None:
-            check_type("loss_fn", loss_fn, Callable, "a function of outputs and target, or None")
         check_choice("kind", kind, NOISE_KINDS)
         small = check_count("small", small)
         check_choice("momentum", momentum, ("after", "before"))
@@ -139,6 +137,12 @@ class CovarianceNoise:
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(handle.id, last=False)
         optimizer.register_load_state_dict_post_hook(self._load)
+
+    def __repr__(self) -> str:
+        return (
+            f"CovarianceNoise({type(self.optimizer).__name__}, kind={self.kind!r}, "
+            f"small={self.small}, until={self.until}: {self.num_steps} steps)"
+        )
 
     @property
     def num_steps(self) -> int:
@@ -197,7 +201,7 @@ class CovarianceNoise:
 
     def observing(self, batch: Any) -> Any:
         """Return a context in which the forward pass of a batch must run, outside of autocast."""
-        return self._step.observing(batch, wanted=self.active and self.kind not in OF_STEP)
+        return self._step.observing(batch, active=self.active and self.kind not in OF_STEP)
 
     def pull(
         self, loss: Tensor, outputs: Any, target: Any, batch: Any, scale: float | Tensor, share: Any
@@ -314,9 +318,9 @@ class CovarianceNoise:
         self._step.roots = {}
         for name, p in self._named.items():
             state = optimizer.state.get(p, {})
-            found = {k.removeprefix(ROOT): v for k, v in state.items() if k.startswith(ROOT)}
-            if found:
-                self._step.roots[name] = found
+            roots = {k.removeprefix(ROOT): v for k, v in state.items() if k.startswith(ROOT)}
+            if roots:
+                self._step.roots[name] = roots
 
 
 @final

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from typing import Any, final, get_args
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.params import check_optimizer, parameters
+from ritz._core.params import check_optimizer, parameters, set_setting
 from ritz._core.training_config import DampingRule
-from ritz.curvature import CurvatureOperator, Risk, curvature_operator
+from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance, shrinkage
-from ritz.optim._curvature import finite_loss, optimizer_risk
+from ritz.optim._curvature_optimizer import TracedMatrix, finite_loss, optimizer_risk
 from ritz.spectra import lanczos, trace
 
 RULES = get_args(DampingRule)
@@ -52,13 +51,11 @@ class Tuning:
 TUNING = Tuning()
 
 
-def reduction_ratio(before: Risk, after: Risk, predicted: float) -> float | None:
+def reduction_ratio(loss: float, after: Risk, predicted: float) -> float | None:
     """Return the actual over the predicted reduction of a loss. ``None`` if roundoff exceeds it."""
-    if math.isnan(predicted):
-        return -math.inf  # a gradient or a product has overflowed
-    loss = before.loss()
-    if abs(predicted) <= TUNING.resolution * torch.finfo(before.space.dtype).eps * abs(loss):
+    if abs(predicted) <= TUNING.resolution * torch.finfo(after.space.dtype).eps * abs(loss):
         return None
+    # NaN, if a product has overflowed, counts as an increase of the loss.
     return (loss - finite_loss(after)) / predicted if predicted > 0 else -math.inf
 
 
@@ -147,7 +144,11 @@ class Damping:
             )
         if rule == "ratio":
             self._initial()
-        self._op: CurvatureOperator | None = None
+        self._traced = TracedMatrix()
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{value:.3g}" for value in self.values())
+        return f"Damping({type(self.optimizer).__name__}, rule={self.rule!r}: delta {values})"
 
     def values(self) -> list[float]:
         """Return the current damping of all groups. Empty if the optimiser has none."""
@@ -170,10 +171,10 @@ class Damping:
             if risk is None:
                 raise ValueError(f"step() needs a risk for rule={self.rule!r}, got None")
             measure = shrinkage_damping if self.rule == "shrinkage" else noise_damping
-            own, _ = optimizer_risk(self.optimizer, risk)
+            restricted, _ = optimizer_risk(self.optimizer, risk)
             # 1/b = 1/B - 1/N, which is zero for a batch of all samples.
             inverse = max(0.0, 1 / (self.batch_size or 1) - 1 / (self.num_samples or math.inf))
-            unit = measure(own, inverse, matrix=self.matrix, seed=self.seed)
+            unit = measure(restricted, inverse, matrix=self.matrix, seed=self.seed)
             for group in self.optimizer.param_groups:
                 rate = float(group["lr"]) if self.rule == "noise" else 1.0
                 self._set(group, unit * rate)
@@ -203,12 +204,10 @@ class Damping:
             return  # the run has diverged, which the next loss will show
         end, _ = optimizer_risk(self.optimizer, start)
         update = end.theta - start.theta
-        known = self._op is not None and not start.mismatch(self._op.risk)
-        op = self._op.at(start) if known and self._op else curvature_operator(start, self.matrix)
-        self._op = op
+        op = self._traced.operator(start, self.matrix)
         # The quadratic model predicts the reduction -(g'u + u'Gu / 2) for the update u.
         predicted = -float(gradient.double() @ update.double() + 0.5 * (update @ (op @ update)))
-        ratio = reduction_ratio(start, end, predicted)
+        ratio = reduction_ratio(start.loss(), end, predicted)
         for group in self.optimizer.param_groups:
             self._set(group, levenberg_marquardt(float(group["delta"]), ratio))
 
@@ -225,11 +224,7 @@ class Damping:
         return initial
 
     def _set(self, group: dict[str, Any], value: float) -> None:
-        value = max(value, TUNING.least)
-        if isinstance(setting := group["delta"], Tensor):
-            setting.fill_(value)  # in place, for captured or compiled steps
-        else:
-            group["delta"] = value
+        set_setting(group, "delta", max(value, TUNING.least))
 
 
 def shrinkage_damping(

@@ -11,8 +11,8 @@ from ritz.curvature import CurvatureOperator, Risk
 from ritz.measures import stable_rate
 from ritz.measures._shared import divisors, scaled_operator
 from ritz.optim._adaptive import DampedAdamW, Gadam, GadamX, Padam, PadamW
-from ritz.optim._reading import decoupled, learning_rate
 from ritz.optim._spectral import SpectralSGD
+from ritz.optim._step_reader import has_decoupled_decay, learning_rate
 
 ADAPTIVE = (Adam, AdamW, Padam, PadamW, DampedAdamW, Gadam, GadamX)
 PLAIN = (SGD, SpectralSGD)
@@ -148,7 +148,7 @@ def _columns(optimizer: Optimizer, risk: Risk) -> tuple[Tensor, Tensor] | None:
         group = groups[p]
         rate = learning_rate(group)
         decay = float(group.get("weight_decay", 0.0))
-        coupled = not decoupled(optimizer, group)
+        coupled = not has_decoupled_decay(optimizer, group)
         betas, step = group.get("betas"), optimizer.state.get(p, {}).get("step")
         # The running mean of t gradients is divided by 1 - beta_1^t.
         rise = 1.0 if betas is None or step is None else 1 - float(betas[0]) ** float(step)

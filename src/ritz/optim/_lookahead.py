@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ritz._core.checks import check_count, check_range
 from ritz._core.params import check_optimizer
 from ritz.optim._averaging import move
-from ritz.optim._state import NEVER, StateDict, StateTensors, local
+from ritz.optim._state_tensors import NEVER, StateDict, StateTensors, local
 
 SETTINGS = ("optimizer", "k", "alpha", "planned")
 
@@ -59,6 +59,9 @@ class Lookahead(Optimizer):
             until = check_count("until", until)
         self.optimizer, self.k, self.alpha, self.planned = optimizer, k, alpha, until
         self._attach()
+
+    def __repr__(self) -> str:
+        return f"Lookahead(k={self.k}, alpha={self.alpha}, until={self.until}) of {self.optimizer}"
 
     @property
     def until(self) -> int | None:

@@ -1,38 +1,35 @@
 """`LanczosNewton`: damped Newton steps along Ritz vectors, gradient steps orthogonal to them."""
 
 from collections.abc import Callable
-from typing import Any, Literal, final, get_args
+from typing import Any, ClassVar, Literal, final, get_args
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_choice, check_count
 from ritz._core.params import check_setting, parameters
 from ritz._core.results import AsymmetryError
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import DeflatedOperator, LinearOperator
-from ritz.optim._curvature import (
+from ritz.optim._curvature_optimizer import (
+    MatrixOptimizer,
     NewtonMatrix,
     TracedMatrix,
     check_matrix,
     descend,
     evaluate,
-    is_refresh_due,
     optimizer_gradients,
     require_curvature,
     require_measurement,
-    settings_of_group,
 )
 from ritz.spectra import lanczos
 
 Start = Literal["basis", "gradient", "random"]
-# Settings that all groups share, because there is one matrix with one damping.
-SHARED = ("delta", "eta", "num_steps", "interval", "matrix", "start", "seed")
 
 
 @final
-class LanczosNewton(Optimizer):
+class LanczosNewton(MatrixOptimizer):
     r"""Damped Newton steps along Ritz vectors, and damped gradient steps orthogonal to them.
 
     .. math::
@@ -98,38 +95,35 @@ class LanczosNewton(Optimizer):
         start: Start = "basis",
         seed: int = 0,
     ) -> None:
-        self._traced = TracedMatrix()
         settings: dict[str, Any] = {"lr": lr, "delta": delta, "eta": eta, "num_steps": num_steps}
         settings |= {"interval": interval, "matrix": matrix, "momentum": momentum}
-        settings |= {"weight_decay": weight_decay, "start": start, "seed": seed}
-        super().__init__(params, settings | {"num_refreshes": 0, "ritz_values": []})
+        super().__init__(
+            params, settings | {"weight_decay": weight_decay, "start": start, "seed": seed}
+        )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = settings_of_group(self, param_group, SHARED)
-        settings = self.defaults | group
+    def __repr__(self) -> str:
+        values = self.param_groups[0]["ritz_values"]
+        return super().__repr__().replace(str(values), f"{len(values)} values")
+
+    measured: ClassVar[dict[str, Any]] = {"num_refreshes": 0, "ritz_values": []}
+
+    @property
+    def _shared(self) -> tuple[str, ...]:
+        return "delta", "eta", "num_steps", "interval", "matrix", "start", "seed"
+
+    def _forget(self) -> None:
+        self._traced = TracedMatrix()
+
+    def _check(self, settings: dict[str, Any]) -> None:
         for name in ("lr", "eta", "momentum", "weight_decay"):
             check_setting(name, settings[name])
         # delta must be above 0, because flat directions have no other curvature.
         check_setting("delta", settings["delta"], zero=False)
-        check_count("num_steps", settings["num_steps"])
-        check_count("interval", settings["interval"])
+        for name in ("num_steps", "interval"):
+            check_count(name, settings[name])
         check_count("seed", settings["seed"], low=0)
         check_matrix(settings["matrix"])
         check_choice("start", settings["start"], get_args(Start))
-        super().add_param_group(group)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._traced = TracedMatrix()
-        for entry in self.state.values():
-            if "basis" in entry:
-                # The rounding of sums depends on the alignment in memory, which tensors from a file
-                # may lack. A copy is aligned like the original.
-                entry["basis"] = entry["basis"].clone()
-
-    def curvature_due(self, step: int) -> bool:
-        """Return whether the Ritz pairs must be measured before a step."""
-        return is_refresh_due(self, step)
 
     @torch.no_grad()
     def update_curvature(self, risk: Risk) -> None:

@@ -19,7 +19,7 @@ from ritz.optim._newton import LanczosNewton
 from ritz.optim._spectral import SpectralSGD
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Preset:
     """Settings of one published experiment.
 
@@ -39,6 +39,13 @@ class Preset:
     source: str
     settings: Mapping[str, Any]
     training: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        options = {**self.settings, **self.training}
+        pairs = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        start = f", averaged from epoch {self.average_from}" if self.average_from else ""
+        name = self.optimizer.__name__
+        return f"{name}, {self.epochs} epochs{start}: {pairs}\n  {self.source}"
 
 
 def preset(name: str) -> Preset:

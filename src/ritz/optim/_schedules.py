@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ritz._core.checks import check_count, check_range, check_type
-from ritz._core.params import check_optimizer
+from ritz._core.params import check_optimizer, set_setting
 
 Shape: TypeAlias = Callable[[int], float]
 
@@ -165,6 +165,10 @@ class GroupSchedule:
         self._shape = shape
         self._apply()
 
+    def __repr__(self) -> str:
+        values = ", ".join(f"{value:.3g}" for value in self.get_last_values())
+        return f"GroupSchedule({self.key} {values} after {self.num_steps} steps)"
+
     def step(self) -> None:
         """Advance by one step."""
         self.num_steps += 1
@@ -195,11 +199,7 @@ class GroupSchedule:
             initial = setting.clone() if isinstance(setting, Tensor) else setting
             # Stored already if this is not the first step, or if a run is resumed.
             initial = group.setdefault(f"initial_{self.key}", initial)
-            value = float(initial * shape(self.num_steps))
-            if isinstance(setting, Tensor):
-                setting.fill_(value)  # in place, for captured or compiled steps
-            else:
-                group[self.key] = value
+            set_setting(group, self.key, float(initial * shape(self.num_steps)))
 
 
 def _linear(num_steps: int, final: float, hold: float, until: float, step: int) -> float:

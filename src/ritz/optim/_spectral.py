@@ -3,38 +3,32 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_count, check_type
 from ritz._core.params import check_setting
 from ritz._core.results import AsymmetryError
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.optim._curvature import (
+from ritz.optim._curvature_optimizer import (
+    MatrixOptimizer,
     NewtonMatrix,
     TracedMatrix,
     check_matrix,
     descend,
     evaluate,
-    is_refresh_due,
     optimizer_gradients,
     require_curvature,
     require_measurement,
-    settings_of_group,
 )
 from ritz.spectra import Spectrum, lanczos
 
 # A Ritz value with more than this share of the mass belongs to the bulk of eigenvalues at zero:
 # Spectral Machine Learning, section 4.3.2.
 DROPPED_MASS = 0.5
-# Settings that all groups share, because one spectrum determines the steps of all groups.
-SHARED = ("interval", "num_steps", "nesterov", "matrix", "seed")
-# The measured settings. They are not among the defaults of the optimiser, because the cyclic
-# schedulers of torch would then replace the measured momentum.
-MEASURED = {"rate": None, "momentum": 0.0, "num_refreshes": 0}
 
 
 @storable
@@ -119,7 +113,7 @@ def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRat
 
 
 @final
-class SpectralSGD(Optimizer):
+class SpectralSGD(MatrixOptimizer):
     r"""SGD whose learning rate and momentum are computed from the spectrum of the curvature.
 
     .. math:: b \leftarrow \rho b + g, \qquad w \leftarrow (1 - s\alpha\gamma)\, w - s\alpha b
@@ -159,39 +153,28 @@ class SpectralSGD(Optimizer):
         weight_decay: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self._traced, self.rates = TracedMatrix(), None
-        settings: dict[str, Any] = {
-            "lr": lr,
-            "interval": interval,
-            "num_steps": num_steps,
-            "nesterov": nesterov,
-        }
-        settings |= {"matrix": matrix, "weight_decay": weight_decay, "seed": seed}
-        super().__init__(params, settings)
+        settings: dict[str, Any] = {"lr": lr, "interval": interval, "num_steps": num_steps}
+        settings |= {"nesterov": nesterov, "matrix": matrix, "weight_decay": weight_decay}
+        super().__init__(params, settings | {"seed": seed})
 
-    rates: SpectralRates | None
+    measured: ClassVar[dict[str, Any]] = {"rate": None, "momentum": 0.0, "num_refreshes": 0}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = settings_of_group(self, param_group, SHARED)
-        settings = self.defaults | group
+    @property
+    def _shared(self) -> tuple[str, ...]:
+        return "interval", "num_steps", "nesterov", "matrix", "seed"
+
+    def _forget(self) -> None:
+        self._traced = TracedMatrix()
+        self.rates: SpectralRates | None = None
+
+    def _check(self, settings: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay"):
             check_setting(name, settings[name])
-        check_count("interval", settings["interval"])
-        check_count("num_steps", settings["num_steps"])
+        for name in ("interval", "num_steps"):
+            check_count(name, settings[name])
         check_count("seed", settings["seed"], low=0)
         check_matrix(settings["matrix"])
         check_type("nesterov", settings["nesterov"], bool, "True or False")
-        # A group that is added later takes the measured values of the first group.
-        present = self.param_groups[0] if self.param_groups else MEASURED
-        super().add_param_group(group | {name: present[name] for name in MEASURED})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._traced, self.rates = TracedMatrix(), None
-
-    def curvature_due(self, step: int) -> bool:
-        """Return whether the spectrum must be measured before a step."""
-        return is_refresh_due(self, step)
 
     @torch.no_grad()
     def update_curvature(self, risk: Risk) -> None:

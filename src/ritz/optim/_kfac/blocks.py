@@ -82,7 +82,7 @@ class Settings:
 
 
 # A call of a layer, and the derivatives ``(1, batch, ...)`` in its outputs for each column.
-Passed = tuple[Call, list[Tensor]]
+LayerCall = tuple[Call, list[Tensor]]
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +127,8 @@ class Block(ABC):
         self._backward: object = None
         self._several = False  # whether several calls may belong to this backward pass
         self._counted: set[tuple[object, int]] = set()
-        self._waiting: dict[tuple[object, int, int], list[Passed]] = {}
+        self._waiting: dict[tuple[object, int, int], list[LayerCall]] = {}
+        self._late: list[list[LayerCall]] = []  # calls to be projected, for EK-FAC
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -165,29 +166,29 @@ class Block(ABC):
     # The sums of a step.
 
     @property
+    @abstractmethod
     def joins(self) -> bool:
         """Whether all calls of a layer on the same samples must be added together."""
-        return False
 
     def expect(self) -> None:
         """Count a call of the layer. Its derivatives arrive in a backward pass."""
         self._calls += 1
 
-    def receive(self, passed: Passed, of: Pass) -> None:
+    def receive(self, call: LayerCall, of: Pass) -> None:
         """Take a call of the layer with its derivatives."""
         if of.backward != self._backward:
             self._backward, self._several = of.backward, self._calls > 1
         self._calls = max(0, self._calls - 1)
-        rows = len(passed[0].args[0])
+        rows = len(call[0].args[0])
         # Calls with equal numbers of samples in one backward pass are of the same samples, which
         # count once. The rows of a layer may include positions, so the rows of the model are used.
         self._counted.add((of.backward, rows if of.rows is None else of.rows))
         self.samples = sum(samples for _, samples in self._counted)
         if self.joins and self._several:
-            key = of.backward, rows, len(passed[1])
-            self._waiting.setdefault(key, []).append(passed)
+            key = of.backward, rows, len(call[1])
+            self._waiting.setdefault(key, []).append(call)
         else:
-            self.add([passed])
+            self.add([call])
 
     def complete(self) -> None:
         """Add the calls that had to wait for the end of the step."""
@@ -202,7 +203,7 @@ class Block(ABC):
     def clear(self) -> None:
         """Forget the sums of this step."""
         self.sums, self.columns, self.samples, self.rows = {}, {}, 0, 0
-        self._backward, self._counted, self._waiting = None, set(), {}
+        self._backward, self._counted, self._waiting, self._late = None, set(), {}, []
 
     def absorb(self, gain: float) -> None:
         """Update the averages with the sums of this step.
@@ -248,7 +249,7 @@ class Block(ABC):
         }
 
     @abstractmethod
-    def add(self, calls: list[Passed]) -> None:
+    def add(self, calls: list[LayerCall]) -> None:
         """Add calls of the layer on the same samples."""
 
     @abstractmethod
@@ -259,16 +260,16 @@ class Block(ABC):
         """Return the factors that turn sums into means, by name."""
 
     @abstractmethod
-    def decomposed(self, delta: float) -> Tensors:
+    def decompose(self, delta: float) -> Tensors:
         """Return the tensors that represent the damped inverse of the current averages."""
 
     @abstractmethod
     def blank(self) -> Tensors:
-        """Return empty tensors of the shapes of :meth:`decomposed`, to receive a broadcast."""
+        """Return empty tensors of the shapes of :meth:`decompose`, to receive a broadcast."""
 
     @abstractmethod
     def cost(self) -> int:
-        """Return the cost of :meth:`decomposed` in arbitrary units."""
+        """Return the cost of :meth:`decompose` in arbitrary units."""
 
     @abstractmethod
     def precondition(self, gradients: Tensors, delta: float) -> Tensors:
@@ -311,14 +312,13 @@ class KroneckerBlock(Block):
         # The names of the diagonal factors.
         large = {k for k, order in self.orders.items() if limit is not None and order > limit}
         self.diagonal = large | ({"inputs"} if self.table else set())
-        self._late: list[list[Passed]] = []
 
     @property
     def joins(self) -> bool:
         # The square of a sum over positions has mixed terms between the calls.
         return self.reduces or self.settings.kind == "ekfac"
 
-    def add(self, calls: list[Passed]) -> None:
+    def add(self, calls: list[LayerCall]) -> None:
         if self.reduces:
             self._add_reduced(calls)
         else:
@@ -352,7 +352,7 @@ class KroneckerBlock(Block):
         else:
             self._sum("inputs", input_moment(self.module, x, self.keys, diagonal=diagonal))
 
-    def _add_reduced(self, calls: list[Passed]) -> None:
+    def _add_reduced(self, calls: list[LayerCall]) -> None:
         diagonal = "inputs" in self.diagonal, "outputs" in self.diagonal
         for number, parts in enumerate(_columns(calls)):
             a, delta = join_calls(self.module, parts)
@@ -362,7 +362,7 @@ class KroneckerBlock(Block):
                 self._sum("inputs", inputs)
                 self.rows += len(a)
 
-    def _project(self, calls: list[Passed]) -> None:
+    def _project(self, calls: list[LayerCall]) -> None:
         basis = self.inverse.get("outputs_basis")
         for parts in _columns(calls):
             if isinstance(self.module, nn.Embedding):
@@ -381,10 +381,6 @@ class KroneckerBlock(Block):
     def absorb_late(self, gain: float) -> None:
         """Use the first projected squares as the average."""
         self.average["scales"] = self.sums["scales"] * gain
-
-    def clear(self) -> None:
-        super().clear()
-        self._late = []
 
     def _shapes(self, *, whole: bool = False) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the sums of a step, or of all averages with ``whole``."""
@@ -413,13 +409,13 @@ class KroneckerBlock(Block):
             order if name in self.diagonal else order**3 for name, order in self.orders.items()
         )
 
-    def decomposed(self, delta: float) -> Tensors:
+    def decompose(self, delta: float) -> Tensors:
         # (S + sqrt(delta)/pi I) (x) (A + pi sqrt(delta) I): the inverse of this approximation of
         # S (x) A + delta I is a Kronecker product of two small inverses.
         if self._is_factored():
             root, pi = delta**0.5, self._balance()
             shifts = {"inputs": pi * root, "outputs": root / pi}
-            return {f"{name}_inverse": self._inverted(name, shifts[name]) for name in self.orders}
+            return {f"{name}_inverse": self._invert(name, shifts[name]) for name in self.orders}
         result: Tensors = {}
         for name in self.orders:
             if name in self.diagonal:
@@ -427,8 +423,8 @@ class KroneckerBlock(Block):
             else:
                 before = self.inverse.get(f"{name}_basis")
                 basis = None if self.settings.basis == "eigh" else before
-                found = eigenbasis(self.average[name], basis)
-                result |= {f"{name}_{k}": v for k, v in found.items()}
+                parts = eigenbasis(self.average[name], basis)
+                result |= {f"{name}_{k}": v for k, v in parts.items()}
         return result
 
     def _balance(self) -> Tensor:
@@ -445,12 +441,12 @@ class KroneckerBlock(Block):
         factor = self.average[name]
         return factor if name in self.diagonal else factor.diagonal(dim1=-2, dim2=-1)
 
-    def _inverted(self, name: str, shift: Tensor) -> Tensor:
+    def _invert(self, name: str, shift: Tensor) -> Tensor:
         if name in self.diagonal:
             return (self.average[name] + shift).reciprocal()
         shifted = self.average[name].clone()
         shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
-        return inverted(shifted)
+        return inverse_of(shifted)
 
     def blank(self) -> Tensors:
         result: Tensors = {}
@@ -489,7 +485,7 @@ class KroneckerBlock(Block):
         if self._is_factored():
             A, S = inverse["inputs_inverse"], inverse["outputs_inverse"]
             V = S.unsqueeze(-1) * V if "outputs" in self.diagonal else S @ V
-            return self._parted(V * A.unsqueeze(-2) if "inputs" in self.diagonal else V @ A)
+            return self._split(V * A.unsqueeze(-2) if "inputs" in self.diagonal else V @ A)
         # U_S [(U_S' V U_A) / (s a' + delta)] U_A', where U = I for a diagonal factor.
         U_A, U_S = inverse.get("inputs_basis"), inverse.get("outputs_basis")
         V = V if U_A is None else V @ U_A
@@ -502,7 +498,7 @@ class KroneckerBlock(Block):
             scales = s.unsqueeze(-1) * a.unsqueeze(-2)
         V = V / (scales + delta)
         V = V if U_S is None else U_S @ V
-        return self._parted(V if U_A is None else V @ U_A.mT)
+        return self._split(V if U_A is None else V @ U_A.mT)
 
     def _joint(self, gradients: Tensors) -> Tensor:
         """Return ``[W b]``, ``(o, i)`` or ``(groups, o, i)``."""
@@ -517,7 +513,7 @@ class KroneckerBlock(Block):
         joint = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         return joint[0] if self.groups == 1 else joint
 
-    def _parted(self, V: Tensor) -> Tensors:
+    def _split(self, V: Tensor) -> Tensors:
         if self.table:
             return {"weight": V.T}
         pieces: Tensors = {}
@@ -529,7 +525,7 @@ class KroneckerBlock(Block):
         return pieces
 
 
-def _columns(calls: list[Passed]) -> list[list[tuple[Call, Tensor]]]:
+def _columns(calls: list[LayerCall]) -> list[list[tuple[Call, Tensor]]]:
     """Return one list per column: the calls, each with its derivative for this column."""
     return [[(call, columns[i]) for call, columns in calls] for i in range(len(calls[0][1]))]
 
@@ -548,7 +544,7 @@ def _table_squares(
     return squares["weight"].T
 
 
-def inverted(matrix: Tensor) -> Tensor:
+def inverse_of(matrix: Tensor) -> Tensor:
     """Return the inverse of a positive definite matrix, by Cholesky factors if they exist."""
     root, info = torch.linalg.cholesky_ex(matrix)
     if not bool(info.any()):
@@ -608,7 +604,7 @@ class AffineBlock(Block):
     def joins(self) -> bool:
         return True
 
-    def add(self, calls: list[Passed]) -> None:
+    def add(self, calls: list[LayerCall]) -> None:
         for parts in _columns(calls):
             # Each feature has its own small matrix, so no Kronecker product is needed.
             rows = [
@@ -629,7 +625,7 @@ class AffineBlock(Block):
     def cost(self) -> int:
         return 100 * self.anchor.numel()
 
-    def decomposed(self, delta: float) -> Tensors:
+    def decompose(self, delta: float) -> Tensors:
         return eigenbasis(self.average["moment"], None)
 
     def blank(self) -> Tensors:

@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ritz._core.batches import tensors
 from ritz.curvature._shared import CONVOLUTIONS, Call
-from ritz.optim._kfac.blocks import Block, Pass, Passed
+from ritz.optim._kfac.blocks import Block, LayerCall, Pass
 
-Receive = Callable[[Block, Passed, Pass], None]
+Receive = Callable[[Block, LayerCall, Pass], None]
 
 
 @final
@@ -206,11 +206,11 @@ class Capture:
             for column in columns
         ]
         for (block, x, version, _, of), *deltas in zip(records, *passes, strict=True):
-            found = [delta for delta in deltas if delta is not None]
-            if found:
+            arrived = [delta for delta in deltas if delta is not None]
+            if arrived:
                 check_version(block, x, version)
                 of.backward = backward
-                self.deliver(block, x, found, of)
+                self.deliver(block, x, arrived, of)
 
     def deliver(self, block: Block, x: Tensor, deltas: list[Tensor], of: Pass) -> None:
         """Pass on the input and the derivatives of a call, with samples along the first axis."""

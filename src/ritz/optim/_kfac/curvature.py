@@ -23,8 +23,8 @@ from ritz.optim._kfac.blocks import (
     DampingMethod,
     Kind,
     KroneckerBlock,
+    LayerCall,
     Pass,
-    Passed,
     ProductPrecision,
     Settings,
     Tensors,
@@ -32,7 +32,7 @@ from ritz.optim._kfac.blocks import (
     block_of,
 )
 from ritz.optim._kfac.capture import Capture
-from ritz.optim._state import StateDict, listed, owners
+from ritz.optim._state_tensors import StateDict, named_params, owners
 
 PREFIX = "kfac_"  # prefix of the names in the state of a parameter
 Gradients = dict[Tensor, Tensor]
@@ -129,9 +129,9 @@ class Curvature:
         self._capture.active, self._observed = due and bool(self.blocks), 0
         self._capture.forget()
 
-    def _receive(self, block: Block, passed: Passed, of: Pass) -> None:
+    def _receive(self, block: Block, call: LayerCall, of: Pass) -> None:
         with arithmetic(self.settings.precision):
-            block.receive(passed, of)
+            block.receive(call, of)
 
     def observe(self, outputs: Tensor, target: Any, loss_fn: Any) -> None:
         """Capture the curvature of a batch for ``fisher="monte_carlo"`` or ``"ggn"``."""
@@ -189,9 +189,9 @@ class Curvature:
         self.steps += 1
         self._arm()
         with arithmetic(self.settings.precision):
-            return gradients | dict(self._preconditioned(gradients, deltas))
+            return gradients | dict(self._precondition(gradients, deltas))
 
-    def _preconditioned(
+    def _precondition(
         self, gradients: Gradients, deltas: dict[Block, float]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for block in self.blocks:
@@ -285,23 +285,21 @@ class Curvature:
     def _invert(self, gains: dict[Block, float], deltas: dict[Block, float]) -> None:
         due = self.steps % self.settings.inverse_every == 0
         blocks = [block for block in self.blocks if block.average and (due or not block.inverse)]
-        mine = _shares(blocks)[rank()]
-        inverses: dict[Block, Tensors] = {}
+        # Every process computes the same assignment, without communication.
+        process = _divide(blocks)
         # Never TF32, whose roundoff would exceed small eigenvalues.
         with arithmetic("float32"):
-            for block in blocks:
-                inverses[block] = (
-                    block.decomposed(deltas[block]) if block in mine else block.blank()
-                )
-        # Every process computes the same assignment, without communication.
-        owner = {block: number for number, share in enumerate(_shares(blocks)) for block in share}
-        for block in blocks:
+            inverses = [
+                block.decompose(deltas[block]) if process[block] == rank() else block.blank()
+                for block in blocks
+            ]
+        for block, inverse in zip(blocks, inverses, strict=True):
             # Sorted, because collective operations need the same order in all processes.
-            for name in sorted(inverses[block]):
-                broadcast(inverses[block][name], owner[block])
+            for name in sorted(inverse):
+                broadcast(inverse[name], process[block])
             if isinstance(block, KroneckerBlock):
-                block.rotate(inverses[block])
-            block.inverse = inverses[block]
+                block.rotate(inverse)
+            block.inverse = inverse
         self._add_first_scales(blocks, gains)
 
     def _add_first_scales(self, blocks: list[Block], gains: dict[Block, float]) -> None:
@@ -331,7 +329,7 @@ class Curvature:
     def _before_load(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         """Remove the curvature from a state that torch is about to load and to cast."""
         # Parameters are matched by their position in the groups, as torch does.
-        here, there = listed(optimizer.param_groups), listed(state_dict["param_groups"])
+        here, there = map(named_params, (optimizer.param_groups, state_dict["param_groups"]))
         places = {place: p for (_, p), (_, place) in zip(here, there, strict=False)}
         state = dict(state_dict["state"])
         self._loaded = {}
@@ -354,16 +352,14 @@ class Curvature:
         self._arm()
 
 
-def _shares(blocks: list[Block]) -> list[set[Block]]:
+def _divide(blocks: list[Block]) -> dict[Block, int]:
     """Divide blocks among processes. Each goes to the process with the least work so far."""
-    shares: list[set[Block]] = [set() for _ in range(world_size())]
-    work = [0] * len(shares)
+    work, process = [0] * world_size(), dict[Block, int]()
     # Largest first. The longest time is then at most 4/3 of the optimum.
     for block in sorted(blocks, key=lambda block: -block.cost()):
-        least = work.index(min(work))
-        shares[least].add(block)
-        work[least] += block.cost()
-    return shares
+        process[block] = work.index(min(work))
+        work[process[block]] += block.cost()
+    return process
 
 
 def _find_blocks(

@@ -11,12 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_range, check_type
 from ritz._core.params import check_setting
-from ritz.optim._kfac.curvature import (
-    Curvature,
-    Gradients,
-    Options,
-    checked_settings,
-)
+from ritz.optim._curvature_optimizer import evaluate, optimizer_gradients
+from ritz.optim._kfac.curvature import Curvature, Gradients, Options, checked_settings
 from ritz.optim._kfac.preconditioner import check_clip, clip_factor
 
 
@@ -180,31 +176,24 @@ class KFAC(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of ``closure`` if there is one."""
         curvature = self._attached()
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = evaluate(closure)
         gradients = self._gradients()
         if gradients:
             # Clipped before momentum, because the limit is for the step of this gradient.
             directions = curvature.step(gradients)
             limit = clip_factor(self, gradients, directions, self.kl_clip)
             for group in self.param_groups:
-                self._update(
-                    [p for p in group["params"] if p in directions], directions, limit, group
-                )
+                params = [p for p in group["params"] if p in directions]
+                self._update(params, directions, limit, group)
         return loss
 
     def _gradients(self) -> Gradients:
-        gradients: Gradients = {}
+        gradients = optimizer_gradients(self)
         for group in self.param_groups:
-            sign = -1.0 if group["maximize"] else 1.0
             decay = 0.0 if group["decoupled_weight_decay"] else group["weight_decay"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p.grad.is_sparse:
-                    raise RuntimeError("KFAC does not support sparse gradients")
+            for p in (p for p in group["params"] if p in gradients):
                 # Maximizing L is minimizing -L. The curvature, a mean of squares, is the same.
-                gradient = p.grad * sign if sign < 0 else p.grad
+                gradient = -gradients[p] if group["maximize"] else gradients[p]
                 gradients[p] = gradient.add(p, alpha=decay) if decay else gradient
         return gradients
 

@@ -8,12 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ritz._core.params import check_optimizer, check_setting, parameters
-from ritz.optim._kfac.curvature import (
-    Curvature,
-    Gradients,
-    Options,
-    checked_settings,
-)
+from ritz.optim._kfac.curvature import Curvature, Gradients, Options, checked_settings
 
 
 @final
@@ -64,6 +59,11 @@ class KFACPreconditioner:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+
+    def __repr__(self) -> str:
+        kind, layers = self.curvature.settings.kind, len(self.curvature.blocks)
+        name = type(self.curvature.optimizer).__name__
+        return f"KFACPreconditioner({name}, kind={kind!r}: {layers} layers)"
 
     @property
     def plain(self) -> dict[str, str]:
