@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from matrices import PRECISIONS
 
 import ritz
 from ritz.operators import LaplacianOperator, _sparse, as_operator, exact
@@ -14,8 +15,6 @@ from ritz.operators._exact import gershgorin
 from ritz.operators._laplacian import GRAPH_MATRICES
 from ritz.operators._sparse import CompressedRows
 from ritz.testing import check_operator
-
-PRECISIONS = [torch.float32, torch.float64]
 
 
 def weighted():

@@ -6,14 +6,11 @@ import math
 import networkx
 import pytest
 import torch
+from matrices import seeded
 
 import ritz
 from ritz.rmt import MarchenkoPastur, Normal, Semicircle, bounds, diffusion, quadratic
 from ritz.testing import with_spectrum
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def random(*shape, seed=0):
@@ -365,8 +362,6 @@ def test_the_bound_of_preconditioned_averages_is_refused_where_it_does_not_hold(
 
 # ------------------------------------------------------------------------------------------
 # Noise of any covariance.
-
-
 def factors(A):
     """Factors C of the noise with the same total variance: root of A, and of its diagonal."""
     values, vectors = torch.linalg.eigh(A)

@@ -6,6 +6,7 @@ import mpmath
 import pytest
 import scipy.sparse as sparse
 import torch
+from matrices import hidden, seeded
 from scipy.linalg import hadamard, hilbert, invhilbert
 
 import ritz
@@ -18,14 +19,10 @@ def exact_matrix(n, seed):
     Of a Hadamard matrix H, H diag(k) H / n has the eigenvalues k. All sums here are short enough to
     be exact.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     eigenvalues = torch.randint(1, 2**12, (n,), generator=generator).double() / 2**9
     signs = torch.from_numpy(hadamard(n)).double()
     return (signs * eigenvalues) @ signs / n, eigenvalues
-
-
-def hidden(matrix):
-    return FunctionOperator(lambda block: matrix @ block, n=len(matrix), dtype=matrix.dtype)
 
 
 def exact_sum(function, eigenvalues):
@@ -84,7 +81,7 @@ def test_the_inverse_on_a_whole_block_krylov_space_has_the_roundoff_of_its_produ
     eigenvalues = [shift, *[5 + shift] * 59, *[60 + shift] * 4, 65 + shift]
     truth, runs = exact_sum(lambda x: 1 / x, eigenvalues), []
     for seed in range(60):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         estimate = ritz.trace_function(
             hidden(matrix), torch.reciprocal, num_steps=12, num_probes=16, method="krylov",
             generator=generator,
@@ -137,7 +134,7 @@ def test_the_bar_of_xtrace_is_not_below_roundoff(rng):
     with mpmath.workdps(40):
         truth = sum(mpmath.mpf(float(entry)) for entry in matrix.diagonal())
     for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         estimate = ritz.trace(hidden(matrix), num_probes=32, generator=generator)
         assert holds(estimate, truth)
         assert float(estimate.error()) >= 1e-16 * float(estimate)
@@ -193,7 +190,7 @@ def test_a_norm_by_unit_vectors_is_within_its_error_for_entries_of_one_size():
 @pytest.mark.parametrize("method", ["xtrace", "hutch++"])
 def test_a_trace_of_millions_of_float32_rows_holds_its_roundoff(method):
     # Sums of torch over 2 million rows lose four digits of those that float32 has.
-    u = torch.rand(2_000_000, 1, generator=torch.Generator().manual_seed(1))
+    u = torch.rand(2_000_000, 1, generator=seeded(1))
     u /= float(u.double().norm())
 
     def product(block):

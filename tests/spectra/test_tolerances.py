@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from matrices import hidden, seeded
 
 import ritz
-from ritz.operators import FunctionOperator
 from ritz.testing import with_spectrum
 
 DOUBLE = torch.float64
@@ -26,16 +26,11 @@ FUNCTIONS = {
 }
 
 
-def hidden(matrix):
-    """The matrix known by its products alone."""
-    return FunctionOperator(lambda block: matrix @ block, n=len(matrix), dtype=matrix.dtype)
-
-
 def outcomes(run, truth, rtol, seeds):
     """How each run ended, and whether its true error is within the tolerance."""
     results = []
     for seed in range(seeds):
-        estimate = run(torch.Generator().manual_seed(seed))
+        estimate = run(seeded(seed))
         right = abs(float(estimate) - truth) <= rtol * abs(truth)
         results.append((estimate.status.outcome, right))
         # The outcome is what the error bars say.
@@ -116,7 +111,7 @@ def test_a_tolerance_below_the_truncation_is_not_reached_by_probes_alone():
             method="lanczos",
             rtol=0.05,
             max_probes=14,
-            generator=torch.Generator().manual_seed(seed),
+            generator=seeded(seed),
         )
         assert not estimate.status.ok
         assert float(estimate.error()) >= abs(float(estimate) - truth)

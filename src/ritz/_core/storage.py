@@ -43,7 +43,13 @@ class CorruptFileError(ValueError):
 
 
 def storable(cls: type[T]) -> type[T]:
-    """Register a dataclass (as a decorator), so that :func:`save` and :func:`load` handle it."""
+    """Register a dataclass (as a decorator), so that :func:`save` and :func:`load` handle it.
+
+    If the class has a ``__str__``, ``repr`` returns the same summary. The ``repr`` of a dataclass
+    would show all entries of all tensors.
+    """
+    if "__str__" in vars(cls):
+        cls.__repr__ = cls.__str__  # type: ignore[method-assign]
     key = _class_key(cls)
     if key in _STORABLE:
         raise ValueError(f"{key} is registered for storage already")

@@ -7,7 +7,8 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_finite, check_range, check_tensor
+from ritz._core.checks import check_choice, check_finite, check_range, check_tensor, check_type
+from ritz._core.density import as_points
 from ritz.operators._base import LinearOperator
 
 Kernel = Literal["squared_exponential", "matern12", "matern32", "matern52"]
@@ -56,6 +57,7 @@ class KernelOperator(LinearOperator):
         outputscale: float | Tensor = 1.0,
         noise: float | Tensor = 0.0,
     ) -> None:
+        check_type("points", points, Tensor, "a torch.Tensor")
         if points.ndim != 2:
             raise ValueError(f"points must be (n, d), got {tuple(points.shape)}")
         # At 32 columns, evaluating a tile costs no more than multiplying with it.
@@ -65,7 +67,7 @@ class KernelOperator(LinearOperator):
         self.points, self.kernel = points.detach(), kernel
         self.outputscale = _number("outputscale", outputscale)
         self.noise = _number("noise", noise)
-        scale = torch.as_tensor(lengthscale, dtype=points.dtype, device=points.device)
+        scale = as_points(lengthscale, "lengthscale").to(points)
         if scale.shape not in ((), (points.shape[1],)) or not bool((scale > 0).all()):
             raise ValueError(
                 f"lengthscale must be a positive number or one per dimension, got {lengthscale}"

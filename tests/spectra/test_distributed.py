@@ -2,19 +2,18 @@
 
 import pytest
 import torch
+from matrices import seeded
 from processes import run_processes
 
 import ritz
 from ritz.testing import wigner
 
 pytestmark = pytest.mark.distributed
-
 RUNS = {
     "plain": {"num_steps": 40, "vectors": True},
     "partial": {"num_steps": 40, "reorthogonalize": "partial", "vectors": True},
     "restarted": {"largest": 3, "smallest": 1, "max_vectors": 12, "vectors": True},
 }
-
 SCRIPT = f"""
     from ritz.operators import ShardedOperator
     from ritz.spectra._lanczos.recurrence import Basis
@@ -39,7 +38,7 @@ SCRIPT = f"""
 def test_a_spread_basis_gives_the_numbers_of_one_process(count, tmp_path):
     for code, error in run_processes(SCRIPT, count, tmp_path):
         assert code == 0, error
-    op = wigner(101, generator=torch.Generator().manual_seed(3))
+    op = wigner(101, generator=seeded(3))
     for kind, settings in RUNS.items():
         expected = (ritz.eigenpairs if kind == "restarted" else ritz.lanczos)(op, **settings)
         found = [ritz.load(tmp_path / f"{kind}{rank}") for rank in range(count)]

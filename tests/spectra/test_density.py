@@ -3,6 +3,7 @@ import math
 import networkx
 import pytest
 import torch
+from matrices import PRECISIONS, seeded
 
 import ritz
 from ritz import Density, density
@@ -10,14 +11,9 @@ from ritz.operators import DenseOperator, FunctionOperator
 from ritz.spectra import Moments, PolynomialDensity
 from ritz.testing import wigner, with_spectrum
 
-PRECISIONS = [torch.float32, torch.float64]
 EIGENVALUES = torch.cat(
     [torch.linspace(-1, 1, 180, dtype=torch.float64), torch.tensor([3.0, 5.0]).double()]
 )
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def op(dtype=torch.float64):
@@ -232,13 +228,6 @@ def test_a_graph_agrees_with_networkx():
     assert bool(((exact > low - 0.02) & (exact < high + 0.02)).all())
 
 
-def test_the_block_size_does_not_matter():
-    runs = [density(op(), num_probes=5, num_steps=15, block_size=k) for k in (1, 2, 8)]
-    for run in runs[1:]:
-        torch.testing.assert_close(run.nodes, runs[0].nodes)
-        torch.testing.assert_close(run.weights, runs[0].weights)
-
-
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("method", ["lanczos", "kpm"])
 @pytest.mark.parametrize("matrix", [torch.zeros(4, 4), torch.eye(4), torch.full((1, 1), -2.0)])
@@ -255,7 +244,7 @@ def test_a_spectrum_of_one_point_is_a_point(matrix, method, dtype):
 def test_a_density_prints_its_settings(discrete, polynomial):
     assert str(discrete).startswith("DiscreteDensity of order 182 on [-1, 5] from 12 probes x 60")
     assert str(discrete.smoothed(0.5)).endswith("smoothed by a Gaussian of width 0.5")
-    assert str(polynomial).startswith("PolynomialDensity of order 182 from 60 chebyshev moments")
+    assert str(polynomial).startswith("PolynomialDensity of order 182, width ")
 
 
 @pytest.mark.parametrize(
@@ -266,8 +255,8 @@ def test_a_density_prints_its_settings(discrete, polynomial):
         ({"method": "kpm", "num_probes": 1}, "num_probes must be at least 2"),
         ({"method": "kpm", "width": 0.1}, "width needs method='lanczos', got 0.1"),
         ({"method": "histogram"}, "method must be one of"),
-        ({"width": 0.0}, "width must be positive"),
-        ({"width": -1.0}, "width must be positive"),
+        ({"width": 0.0}, "width must be finite and above 0"),
+        ({"width": -1.0}, "width must be finite and above 0"),
         ({"block_size": 0}, "block_size must be at least"),
         ({"reorthogonalize": "maybe"}, "reorthogonalize must be one of"),
     ],

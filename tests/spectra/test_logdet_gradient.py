@@ -2,18 +2,19 @@ import math
 
 import pytest
 import torch
+from matrices import PRECISIONS, seeded
 
 from ritz import NotConvergedError, logdet
 from ritz._core.results import Status
 from ritz.operators import DenseOperator, KernelOperator, _kernel
 from ritz.spectra import NotPositiveDefiniteError, backward_gradient, logdet_gradient
-from ritz.spectra._logdet_gradient import attach_gradient
-
-PRECISIONS = [torch.float32, torch.float64]
+from ritz.spectra._lanczos import TUNING
+from ritz.spectra._logdet_gradient import differentiable, inverse_roots
+from ritz.testing import with_spectrum
 
 
 def operator(n=300, dtype=torch.float64, noise=1e-2, lengthscale=0.6, **options):
-    rng = torch.Generator().manual_seed(5)
+    rng = seeded(5)
     points = torch.randn(n, 3, generator=rng, dtype=dtype)
     given = {
         "lengthscale": lengthscale * torch.tensor([0.5, 1.0, 2.0], dtype=dtype),
@@ -42,9 +43,7 @@ def assert_within(found, truth, sigmas=4.0):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_truth_lies_within_four_standard_errors(name, seed):
     op = operator(kernel=name)
-    found = logdet_gradient(
-        op, method="lanczos", rank=50, generator=torch.Generator().manual_seed(seed)
-    )
+    found = logdet_gradient(op, method="lanczos", rank=50, generator=seeded(seed))
     assert_within(found, exact(op))
 
 
@@ -67,7 +66,7 @@ def test_single_precision_is_enough_where_the_noise_is_not_small():
 def test_the_samples_have_less_spread_than_those_of_solutions():
     op = operator(noise=1e-6, lengthscale=1.5)
     found = logdet_gradient(op, method="lanczos", num_probes=50)["lengthscale"]
-    signs = torch.randint(0, 2, (300, 50), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
+    signs = torch.randint(0, 2, (300, 50), generator=seeded(1)) * 2.0 - 1
     signs = signs.double()
     solution = torch.linalg.solve(op.dense(), signs)
     # u'Kv is the form of u + v minus that of u - v, over 4.
@@ -102,11 +101,17 @@ def test_the_preconditioner_saves_products():
     assert few < many / 3
 
 
-def test_backward_multiplies_the_gradient_by_the_upstream_gradient():
+@pytest.fixture
+def sampled(monkeypatch):
+    """Estimate gradients from probes, also of matrices that are small enough to be factored."""
+    monkeypatch.setattr("ritz.spectra._logdet_gradient.fits", lambda op: False)
+
+
+def test_backward_multiplies_the_gradient_by_the_upstream_gradient(sampled):
     op = operator()
     log_noise = torch.tensor(math.log(0.02), dtype=torch.float64, requires_grad=True)
     op = KernelOperator(op.points, lengthscale=op.lengthscale, noise=log_noise.exp())
-    found = attach_gradient(logdet(op), op, method="lanczos")
+    found = logdet(op)
     (3 * found.mean).backward()
     gradient = backward_gradient(found)["noise"]
     torch.testing.assert_close(log_noise.grad, 3 * op.noise * gradient.mean)
@@ -114,29 +119,29 @@ def test_backward_multiplies_the_gradient_by_the_upstream_gradient():
     assert found.mean.item() == pytest.approx(logdet(op).mean.item())
 
 
-def test_two_passes_and_two_generators_alike_give_the_same_gradient():
-    op, seeds = operator(), [torch.Generator().manual_seed(4) for _ in range(2)]
-    found = []
-    for generator in seeds:
-        mean = attach_gradient(logdet(op), op, method="lanczos", generator=generator).mean
+def test_two_passes_and_two_generators_alike_give_the_same_gradient(sampled):
+    op, found = operator(), []
+    for _ in range(2):
+        mean = logdet(op, generator=seeded(4)).mean
         for _ in range(2):
             found.append(torch.autograd.grad(mean, op.parameters["noise"], retain_graph=True)[0])
     assert len({float(gradient) for gradient in found}) == 1
 
 
-def test_an_estimate_without_parameters_is_returned_unchanged():
+def test_without_parameters_there_is_no_graph():
     op = operator()
-    estimate = logdet(op)
-    plain = KernelOperator(op.points, noise=0.1)
-    assert attach_gradient(estimate, plain) is estimate
-    assert attach_gradient(estimate, DenseOperator(torch.eye(3))) is estimate
+    assert not logdet(KernelOperator(op.points, noise=0.1)).mean.requires_grad
     with torch.no_grad():
-        assert attach_gradient(estimate, op) is estimate
+        assert not logdet(op).mean.requires_grad
 
 
 def test_a_gradient_that_did_not_converge_raises_in_backward():
     op = operator(noise=1e-6)
-    found = attach_gradient(logdet(op), op, method="lanczos", max_steps=3, rank=5)
+    found = differentiable(
+        logdet(op),
+        op.parameters,
+        lambda: logdet_gradient(op, method="lanczos", max_steps=3, rank=5),
+    )
     with pytest.raises(NotConvergedError, match=r"roots not found after 3 steps.*max_steps"):
         found.mean.backward()
 
@@ -164,9 +169,8 @@ def test_there_must_be_a_parameter_and_a_pass():
         logdet_gradient(KernelOperator(op.points, noise=0.1))
     with pytest.raises(TypeError, match="op must be a KernelOperator, got DenseOperator"):
         logdet_gradient(DenseOperator(torch.eye(3)))
-    found = attach_gradient(logdet(op), op)
     with pytest.raises(ValueError, match="value has no gradient"):
-        backward_gradient(found)
+        backward_gradient(logdet(op))
 
 
 @pytest.mark.parametrize(
@@ -177,3 +181,76 @@ def test_there_must_be_a_parameter_and_a_pass():
 def test_misuse_names_the_argument(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         logdet_gradient(operator(n=20), **bad)
+
+
+# ------------------------------------------------------------------------------------------
+# Vectors whose covariance is the inverse of a matrix.
+
+
+def system(n=150, smallest=1e-3, dtype=torch.float64):
+    eigenvalues = torch.linspace(smallest, 2.0, n)
+    op = with_spectrum(eigenvalues.to(dtype), generator=seeded(0))
+    block = torch.randn(n, 3, generator=seeded(1), dtype=dtype)
+    return op, block
+
+
+def inverse_root(op, block):
+    values, vectors = torch.linalg.eigh(op.matrix.double())
+    return vectors @ (values**-0.5 * vectors).T @ block.double()
+
+
+@pytest.mark.parametrize("rtol", [0.3, 1e-2, 1e-6])
+def test_the_residual_bounds_the_error(rtol):
+    op, block = system()
+    found = inverse_roots(op, block, rtol=rtol, max_steps=150)
+    gap = found.vectors - inverse_root(op, block)
+    error = (gap * (op.matrix @ gap)).sum(0).sqrt() / block.norm(dim=0)
+    assert bool((error <= found.residuals).all())
+    assert bool((error > found.residuals / 1000).all())  # a bound that means something
+    assert bool((found.residuals <= rtol).all())
+    assert found.status.outcome == "converged"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_preconditioned_root_has_the_same_form(dtype):
+    op, block = system(dtype=dtype)
+    generator = seeded(2)
+    scales = with_spectrum(torch.linspace(0.5, 3.0, 150).to(dtype), generator=generator).matrix
+    found = inverse_roots(op, block, rtol=1e-5, max_steps=150, root=lambda x: scales @ x)
+    # u u' has the mean A^{-1} since U = R (R A R)^{-1/2} has U U' = A^{-1}: u'Au is |z|^2.
+    forms = (found.vectors * (op.matrix @ found.vectors)).sum(0)
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-8
+    torch.testing.assert_close(forms, block.square().sum(0), rtol=tolerance, atol=0)
+    inner = scales @ op.matrix @ scales
+    values, vectors = torch.linalg.eigh(inner.double())
+    expected = scales.double() @ vectors @ (values**-0.5 * vectors).T @ block.double()
+    gap = float((found.vectors - expected).norm() / expected.norm())
+    assert gap < (1e-2 if dtype == torch.float32 else 1e-3)
+
+
+def test_a_basis_grows_beyond_its_capacity():
+    op, block = system(n=300, smallest=1e-4)
+    found = inverse_roots(op, block, rtol=1e-9, max_steps=300)
+    assert found.num_products > 3 * (TUNING.growth + 1)
+    torch.testing.assert_close(found.vectors, inverse_root(op, block), rtol=1e-6, atol=1e-6)
+
+
+def test_an_invariant_space_ends_the_run():
+    op = with_spectrum(torch.ones(20).double(), generator=seeded(0))
+    block = torch.ones(20, 1, dtype=torch.float64)
+    found = inverse_roots(op, block, rtol=1e-12, max_steps=20)
+    assert found.num_products == 1
+    torch.testing.assert_close(found.vectors, block)
+
+
+def test_roots_that_were_not_found_are_reported():
+    op, block = system()
+    found = inverse_roots(op, block, rtol=1e-6, max_steps=4)
+    assert found.status.outcome == "max_steps"
+    assert "3 of 3 roots not found after 4 steps" in found.status.message
+
+
+def test_an_indefinite_matrix_is_refused_with_its_ritz_value():
+    op, block = system(smallest=-1.0)
+    with pytest.raises(NotPositiveDefiniteError, match="got a Ritz value of -"):
+        inverse_roots(op, block, rtol=1e-6, max_steps=150)

@@ -3,15 +3,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from matrices import seeded
 from numpy.polynomial.legendre import leggauss
 
 from ritz.spectra._maxent.dual import Grid, Solution, chebyshev, log_mass, minimise
 
 M = 7
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape, seed=0):

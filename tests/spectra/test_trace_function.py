@@ -1,17 +1,16 @@
+import math
+
 import pytest
 import torch
+from matrices import PRECISIONS, seeded
 
+import ritz
 from ritz import trace_function
 from ritz.operators import DenseOperator, FunctionOperator
 from ritz.spectra._functions.quadrature import ritz_rules
 from ritz.testing import assert_within_stderr, with_spectrum
 
-PRECISIONS = [torch.float32, torch.float64]
 MODES = ["none", "partial", "full"]
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def matrix_with(eigenvalues, dtype=torch.float64):
@@ -190,25 +189,6 @@ def test_every_rule_sums_to_one_and_padding_has_no_weight():
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_block_size_does_not_matter(mode):
-    op = matrix_with(torch.linspace(0.5, 4.0, 40, dtype=torch.float64))
-    runs = [
-        trace_function(
-            op,
-            torch.log,
-            method="lanczos",
-            num_probes=7,
-            num_steps=12,
-            block_size=width,
-            reorthogonalize=mode,
-        )
-        for width in (1, 3, 7, 100)
-    ]
-    for run in runs[1:]:
-        torch.testing.assert_close(run.samples, runs[0].samples)
-
-
 def test_the_tolerance_is_reached_or_its_failure_reported():
     values = torch.linspace(0.5, 4.0, 400, dtype=torch.float64)
     op = matrix_with(values)
@@ -235,7 +215,7 @@ def test_a_tolerance_that_the_steps_cannot_reach_asks_for_steps_and_not_for_prob
 
 def test_the_error_for_a_function_that_is_not_finite_names_the_point():
     values = torch.linspace(-1.0, 2.0, 40, dtype=torch.float64)
-    for method in ("lanczos", "eigenvalues", "krylov"):
+    for method in ("lanczos", "eigenvalues", "krylov", "chebyshev"):
         options = {"method": method, "num_steps": 3, "num_probes": 8}
         with pytest.raises(ValueError, match="finite on the spectrum, got NaN or Inf at -"):
             trace_function(matrix_with(values), torch.sqrt, **options)
@@ -271,6 +251,7 @@ def test_a_function_that_changes_the_shape_is_refused():
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
+        ({"method": "magic"}, "method must be one of auto, lanczos, krylov"),
         ({"num_steps": 0}, "num_steps must be between 1 and 3"),
         ({"num_steps": 4}, "num_steps must be between 1 and 3"),
         ({"num_probes": 1}, "num_probes must be at least 2"),
@@ -294,3 +275,104 @@ def test_a_product_that_is_not_finite_names_its_step():
     shifted = op + DenseOperator(torch.diag(torch.linspace(0, 1, 30, dtype=torch.float64)))
     with pytest.raises(ValueError, match="finite products; at step 3 it gave 30 NaN or Inf"):
         trace_function(shifted, torch.exp, method="lanczos", num_steps=8, num_probes=8)
+
+
+def within(found, exact):
+    low, high = found.interval(0.9999)
+    return math.isfinite(float(high)) and float(low) <= exact <= float(high)
+
+
+FUNCTIONS = {
+    "inverse": torch.reciprocal,
+    "inverse root": lambda x: x**-0.5,
+    "exponential": torch.exp,
+    "entropy": torch.special.entr,
+}
+METHODS = ("lanczos", "krylov", "chebyshev", "maxent")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_truth_lies_within_both_error_bars(name, method, rng):
+    values = torch.logspace(-1, 1, 300, dtype=torch.float64)
+    op = with_spectrum(values, generator=rng)
+    exact = float(FUNCTIONS[name](values).sum())
+    found = ritz.trace_function(
+        op, FUNCTIONS[name], method=method, num_steps=14, num_probes=16, floor=0.1 * (1 - 1e-9)
+    )
+    assert within(found, exact)
+    assert abs(float(found) - exact) < 0.2 * abs(exact)
+    assert found.num_products <= 14 * 16
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_eigenvalues_are_exact(name, rng):
+    values = torch.logspace(-1, 1, 40, dtype=torch.float64)
+    op = with_spectrum(values, generator=rng)
+    found = ritz.trace_function(op, FUNCTIONS[name], method="eigenvalues", num_steps=1)
+    assert float(found) == pytest.approx(float(FUNCTIONS[name](values).sum()), rel=1e-12)
+    assert float(found.stderr) == 0
+    assert 0 < float(found.truncation) < 1e-11 * abs(float(found))  # roundoff
+
+
+def test_a_krylov_space_of_full_dimension_is_exact(rng):
+    values = torch.linspace(-2, 2, 60, dtype=torch.float64)
+    op = with_spectrum(values, generator=rng)
+    found = ritz.trace_function(op, torch.exp, method="krylov", num_steps=10, num_probes=6)
+    assert float(found) == pytest.approx(float(values.exp().sum()), rel=1e-10)
+    assert "the whole space" in found.method
+
+
+def test_a_krylov_space_is_accurate_if_few_eigenvalues_dominate(rng):
+    values = torch.cat([torch.linspace(0, 1, 480), torch.linspace(50, 90, 20)]).double()
+    op = with_spectrum(values, generator=rng)
+    options = {"num_steps": 20, "num_probes": 10}
+    found = ritz.trace_function(op, torch.square, method="krylov", **options)
+    plain = ritz.trace_function(op, torch.square, **options)
+    assert within(found, float(values.square().sum()))
+    assert float(found.stderr) < 1e-3 * float(plain.stderr)
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (None, "function must be callable, got NoneType"),
+        (lambda x: 1.0, "function must return a real tensor, got float"),
+        (lambda x: torch.sqrt(x + 0j), "function must return a real tensor, got torch.complex128"),
+    ],
+)
+def test_a_function_without_real_values_is_refused(function, error):
+    with pytest.raises(TypeError, match=error):
+        ritz.trace_function(torch.eye(20), function, num_steps=3, num_probes=4)
+
+
+@pytest.mark.parametrize("floor", [float("nan"), -math.inf, "a"])
+def test_a_floor_that_is_not_a_number_is_refused(floor):
+    with pytest.raises((ValueError, TypeError), match="floor must be"):
+        ritz.trace_function(torch.eye(20), torch.exp, num_steps=3, num_probes=4, floor=floor)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "krylov", "eigenvalues"])
+def test_comparisons_count_eigenvalues(method, rng):
+    values = torch.cat([torch.full((90,), -1.0), torch.full((30,), 2.0)]).double()
+    op = with_spectrum(values, generator=rng)
+    weight = torch.tensor(1.0, requires_grad=True)
+    for function in (lambda x: x > 0, lambda x: (x > 0).long(), lambda x: (x > 0) * weight):
+        found = ritz.trace_function(op, function, method=method, num_steps=6, num_probes=16)
+        assert within(found, 30.0)
+        assert not found.mean.requires_grad
+
+
+def test_a_function_may_write_to_its_argument(rng):
+    op = with_spectrum(torch.linspace(1, 2, 100, dtype=torch.float64), generator=rng)
+    settings = {"method": "lanczos", "num_steps": 6, "num_probes": 4}
+    there = ritz.trace_function(op, lambda x: x.square_(), **settings)
+    assert torch.equal(there.mean, ritz.trace_function(op, torch.square, **settings).mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_roundoff_beyond_the_rank_is_not_mistaken_for_asymmetry(dtype, rng):
+    values = torch.cat([torch.linspace(1, 3, 8), torch.zeros(112)]).to(dtype)
+    op = with_spectrum(values, generator=rng)
+    found = ritz.trace_function(op, torch.exp, method="krylov", num_steps=10, num_probes=8)
+    assert within(found, float(values.double().exp().sum()))

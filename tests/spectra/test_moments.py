@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from matrices import PRECISIONS, hidden, seeded
 from numpy.polynomial import chebyshev, legendre
 from scipy.special import eval_chebyt, eval_legendre
 
@@ -10,13 +11,8 @@ from ritz.operators import DenseOperator, FunctionOperator
 from ritz.spectra._moments import chebyshev_from_legendre
 from ritz.testing import wigner, with_spectrum
 
-PRECISIONS = [torch.float32, torch.float64]
 EIGENVALUES = torch.linspace(-1.0, 3.0, 50, dtype=torch.float64)
 INTERVAL = (-1.5, 3.5)
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def exact(basis, degree, interval=INTERVAL):
@@ -27,13 +23,7 @@ def exact(basis, degree, interval=INTERVAL):
 
 
 def counting(calls, dtype=torch.float64):
-    matrix = with_spectrum(EIGENVALUES, generator=seeded(0)).matrix.to(dtype)
-
-    def product(block):
-        calls.append(block.shape[1])
-        return matrix @ block
-
-    return FunctionOperator(product, n=50, dtype=dtype)
+    return hidden(with_spectrum(EIGENVALUES, generator=seeded(0)).matrix.to(dtype), calls)
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
@@ -172,16 +162,6 @@ def test_the_standard_errors_are_honest():
         scores.append(((found.mean - exact("chebyshev", 3)) / found.stderr)[1:])
     spread = torch.stack(scores).std(0)
     assert bool(((spread > 0.8) & (spread < 1.25)).all())
-
-
-@pytest.mark.parametrize("basis", ["chebyshev", "legendre", "power"])
-def test_the_block_size_does_not_matter(basis):
-    runs = [
-        moments(counting([]), num_moments=7, basis=basis, interval=INTERVAL, block_size=width)
-        for width in (1, 3, 16)
-    ]
-    for run in runs[1:]:
-        torch.testing.assert_close(run.samples, runs[0].samples)
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)

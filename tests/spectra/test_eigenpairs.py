@@ -1,27 +1,20 @@
 """Extreme eigenvalues with their multiplicities, and how sure a result is of them."""
 
+import networkx
 import numpy as np
 import pytest
-import scipy.sparse
 import torch
+from matrices import PRECISIONS, grid, outliers, seeded
+from scipy.sparse.linalg import eigsh
 
 import ritz
-from ritz.operators import DiagonalOperator, FunctionOperator
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def grid(*sides):
-    """The Laplacian of a grid with Dirichlet ends: squares and cubes have repeated eigenvalues."""
-    total = scipy.sparse.csr_array((1, 1))
-    for side in sides:
-        shape = (side, side)
-        line = scipy.sparse.diags_array([-1.0, 2.0, -1.0], offsets=[-1, 0, 1], shape=shape)
-        before, here = (scipy.sparse.eye_array(n) for n in (total.shape[0], side))
-        total = scipy.sparse.kron(total, here) + scipy.sparse.kron(before, line)
-    return scipy.sparse.csr_array(total)
+from ritz.operators import (
+    DiagonalOperator,
+    FunctionOperator,
+    LaplacianOperator,
+)
+from ritz.spectra import eigenpairs
+from ritz.testing import wigner
 
 
 def diagonal(*values, dtype=torch.float64):
@@ -116,53 +109,92 @@ def test_inertia_needs_a_matrix():
         ritz.eigenpairs(op, largest=1, certify="luck")
 
 
-# Spectra with ends that are hard to see: outliers, power laws, clusters, hidden pairs.
-HARD = {
-    "outliers": np.concatenate(
-        [0.01 * np.sin(np.arange(290)), [1, 2, 3, 5, 8, 13, 21, 34, 34, 55]]
-    ),
-    "power law": np.arange(1, 301) ** -1.5,
-    "slow power law": np.arange(1, 301) ** -0.5,
-    "cluster": np.concatenate([np.linspace(0, 1, 280), 1.01 + 1e-3 * np.arange(20)]),
-    "tight cluster": np.concatenate([np.linspace(0, 1, 280), 1.5 + 1e-6 * np.arange(20)]),
-    "hidden": np.concatenate([1 + 1e-3 * np.sin(np.arange(299)), [1.2]]),
-    "graded": np.logspace(-8, 2, 300),
-    "grid": np.linalg.eigvalsh(grid(7, 7, 7).toarray()),
-    "negative": -np.logspace(-3, 1, 200),
-    "two": np.array([1.0, 3.0]),
-}
+@pytest.mark.parametrize("max_vectors", [None, 12, 25, 300])
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_wanted_pairs_converge_with_and_without_restarts(rng, dtype, max_vectors):
+    op, exact = outliers(dtype, rng, n=300)
+    found = eigenpairs(op, largest=5, smallest=2, max_vectors=max_vectors)
+    assert found.status.outcome == "converged"
+    wanted = torch.cat([exact[:2], exact[-5:]])
+    eps = torch.finfo(dtype).eps
+    assert bool(((found.values - wanted).abs() <= found.residuals).all())
+    vectors = found.vectors.double()
+    true = (op.matrix.double() @ vectors - vectors * found.values).norm(dim=0)
+    assert bool((true <= 2 * found.residuals).all())
+    assert bool((found.residuals <= 4 * eps**0.5 * 20).all())
+    assert found.vectors.shape == (300, 7)
 
 
-@pytest.mark.parametrize("name", HARD)
-def test_bounds_and_the_norm_hold_on_spectra_with_hard_ends(name):
-    values = np.sort(HARD[name])
-    entries, norm = torch.from_numpy(values)[:, None], np.abs(values).max()
-    # A function has no discs of Gershgorin.
-    op = FunctionOperator(lambda block: entries * block, n=len(values), dtype=torch.float64)
-    for seed in range(8):
-        found = ritz.bounds(op, generator=seeded(seed))
-        assert found.status.ok
-        assert found.low <= values[0]  # no tolerance: the bounds include roundoff
-        assert found.high >= values[-1]
-        assert found.low >= values[0] - 0.01 * norm
-        assert found.high <= values[-1] + 0.01 * norm
-        estimate = ritz.spectral_norm(op, generator=seeded(seed))
-        assert estimate.status.ok
-        assert abs(float(estimate) - norm) <= float(estimate.truncation) <= 1.001e-3 * norm
+def test_pairs_are_printed_from_the_largest_with_their_residuals(rng):
+    op, exact = outliers(torch.float64, rng, n=300)
+    found = eigenpairs(op, largest=3, max_vectors=8, rtol=1e-12, vectors=False)
+    assert found.vectors is None
+    assert found.status.ok
+    assert "3 extreme eigenvalues of" in str(found)
+    assert float(str(found).splitlines()[3].split()[0]) == pytest.approx(float(exact[-1]))
 
 
-def test_bounds_are_valid_even_if_the_steps_do_not_suffice():
-    values = np.linspace(-1, 1, 500) ** 3
-    for steps in (3, 6, 12):
-        found = ritz.bounds(diagonal(values), method="lanczos", max_steps=steps)
-        assert found.status.outcome == "max_steps"
-        assert found.low <= -1
-        assert found.high >= 1
+def test_pairs_are_those_of_scipy(rng):
+    op = wigner(300, generator=rng)
+    found = eigenpairs(op, largest=3, smallest=2, rtol=1e-10)
+    for which, count, values in (("LA", 3, found.values[2:]), ("SA", 2, found.values[:2])):
+        exact = eigsh(op.matrix.numpy(), k=count, which=which, return_eigenvectors=False)
+        assert sorted(values.tolist()) == pytest.approx(sorted(exact), abs=1e-9)
 
 
-def test_discs_of_gershgorin_end_the_search_early():
-    values = np.linspace(0, 1, 400)
-    with_discs = ritz.bounds(diagonal(values))
-    without = ritz.bounds(diagonal(values), method="lanczos")
-    assert with_discs.num_products < without.num_products
-    assert tuple(with_discs) == (0.0, 1.0)
+def test_pairs_are_saved_with_the_name_of_their_matrix(tmp_path):
+    op = LaplacianOperator(networkx.path_graph(30), matrix="laplacian")
+    ritz.save(eigenpairs(op, largest=2), tmp_path / "pairs")
+    assert ritz.load(tmp_path / "pairs").matrix == "laplacian"
+
+
+def test_a_large_kernel_space_does_not_delay_convergence():
+    entries = torch.zeros(100_000)
+    entries[:3] = torch.tensor([3.0, 2.0, -1.0])
+    found = eigenpairs(DiagonalOperator(entries), largest=2, smallest=1, max_vectors=8)
+    assert found.values.tolist() == pytest.approx([-1.0, 2.0, 3.0], abs=1e-5)
+    assert found.status.outcome == "converged"
+    assert found.num_products < 30
+
+
+def test_a_budget_too_small_is_reported_with_advice(rng):
+    op = wigner(300, generator=rng)
+    found = eigenpairs(op, largest=4, max_steps=10)
+    assert found.status.outcome == "max_steps"
+    assert "max_steps" in found.status.advice
+    with pytest.raises(ritz.NotConvergedError, match="of 4 pairs"):
+        found.raise_if_failed()
+
+
+def test_stopping_early_spends_fewer_products(rng):
+    op, _ = outliers(torch.float64, rng)
+    calls = []
+    counted = FunctionOperator(
+        lambda x: calls.append(x.shape[1]) or op @ x, n=1000, dtype=torch.float64
+    )
+    found = eigenpairs(counted, largest=2, max_steps=500)
+    assert sum(calls) == found.num_products < 40
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({}, "largest or smallest must be at least 1"),
+        ({"largest": 31}, "largest"),
+        ({"largest": 20, "smallest": 20}, "smallest"),
+        ({"largest": 2, "rtol": 1e-20}, "rtol"),
+        ({"largest": 2, "max_steps": 0}, "max_steps"),
+        ({"largest": 4, "max_vectors": 4}, "max_vectors"),
+        ({"largest": 4, "reorthogonalize": "none"}, "reorthogonalize must be one of full, partial"),
+        (
+            {"max_steps": 40, "largest": 2, "max_vectors": 9, "reorthogonalize": "partial"},
+            "restart",
+        ),
+        ({"largest": 1, "placement": "disk"}, "placement must be one of"),
+        ({"largest": 1, "start": torch.zeros(30, dtype=torch.float64)}, "start must not be zero"),
+    ],
+)
+def test_wrong_arguments_for_pairs_are_named(rng, bad, message):
+    op = wigner(30, generator=rng)
+    with pytest.raises((ValueError, TypeError), match=message):
+        eigenpairs(op, **bad)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from matrices import seeded
 
 from ritz._core.progress import tracking
 from ritz.operators import DenseOperator
@@ -25,7 +26,7 @@ def zigzag(values):
 
 def estimate(function, known, count=9):
     """Sample a function of one-dimensional spaces, whose forms are its values at PLAIN."""
-    budget = Budget(100, None, 0, None, None, torch.Generator().manual_seed(0), False)
+    budget = Budget(100, None, 0, None, None, seeded(0), False)
     spaces = Projections(PLAIN[:count, None, None], torch.zeros(count, 1, 1).double(), 0.0)
     with tracking(False, "", None) as bar:
         return Sampler(

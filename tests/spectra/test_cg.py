@@ -1,16 +1,14 @@
 import pytest
 import torch
+from matrices import PRECISIONS, hidden, seeded
 
 from ritz import solve
-from ritz.operators import DenseOperator, DiagonalOperator, FunctionOperator
-from ritz.spectra import NotPositiveDefiniteError
+from ritz.operators import DenseOperator, DiagonalOperator, FunctionOperator, KernelOperator
+from ritz.spectra import (
+    LowRankPreconditioner,
+    NotPositiveDefiniteError,
+)
 from ritz.testing import with_spectrum
-
-PRECISIONS = [torch.float32, torch.float64]
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def system(dtype=torch.float64, columns=3, eigenvalues=None):
@@ -19,14 +17,6 @@ def system(dtype=torch.float64, columns=3, eigenvalues=None):
     op = with_spectrum(eigenvalues.to(dtype), generator=seeded(0))
     b = torch.randn(len(eigenvalues), columns, generator=seeded(1), dtype=torch.float64)
     return op, b.to(dtype)
-
-
-def counting(matrix, calls):
-    def product(block):
-        calls.append(block.shape[1])
-        return matrix @ block
-
-    return FunctionOperator(product, n=len(matrix), dtype=matrix.dtype)
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
@@ -64,7 +54,7 @@ def test_a_converged_column_is_not_multiplied_again():
     matrix = torch.diag(torch.tensor([1.0, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
     calls, b = [], torch.eye(5, dtype=torch.float64)[:, [0, 4]]
     b[1:, 1] = 1.0
-    found = solve(counting(matrix, calls), b)
+    found = solve(hidden(matrix, calls), b)
     assert calls == [2, 1, 1, 1, 2]  # the last is the check
     assert found.num_products == sum(calls)
     assert found.history.shape == (5, 2)
@@ -107,7 +97,7 @@ def test_a_zero_right_hand_side_costs_only_the_check(preconditioner):
     b[:, 1] = 0
     found = solve(op, b, preconditioner=preconditioner)
     assert not found.x[:, 1].any()
-    zero = solve(counting(op.matrix, calls), 0 * b, preconditioner=preconditioner)
+    zero = solve(hidden(op.matrix, calls), 0 * b, preconditioner=preconditioner)
     assert not zero.x.any()
     assert calls == [3]
     assert zero.status.ok
@@ -279,3 +269,29 @@ def test_a_rule_of_the_caller_sees_the_quadratic_forms_and_stops(rng):
     assert partial.status.outcome == "completed"
     assert partial.status.message == "stopped by the caller after 7 steps"
     torch.testing.assert_close(partial.x, solve(matrix, b, max_steps=7).x)
+
+
+def test_the_preconditioner_is_the_inverse_of_its_approximation():
+    points = torch.randn(60, 2, generator=seeded(8), dtype=torch.float64)
+    lengthscale = torch.tensor([0.8, 1.2], dtype=torch.float64)
+    op = KernelOperator(points, lengthscale=lengthscale, outputscale=1.3, noise=0.05)
+    found = LowRankPreconditioner(op, rank=20)
+    eye = torch.eye(60, dtype=torch.float64)
+    matrix = torch.linalg.inv(found.inverse(eye))
+    pivots = found.pivots
+    without = op.dense() - op.noise * eye
+    inner = torch.linalg.solve(without[pivots][:, pivots], without[pivots])
+    low = without[:, pivots] @ inner
+    shift = op.noise + float((without - low).diagonal().mean())
+    torch.testing.assert_close(matrix, low + shift * eye, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.inverse_root(found.inverse_root(eye)), found.inverse(eye))
+
+
+def test_a_preconditioner_stops_where_the_rank_is_reached():
+    points = torch.arange(4.0, dtype=torch.float64)[:, None].repeat(10, 1)
+    found = LowRankPreconditioner(KernelOperator(points, noise=0.1), rank=20)
+    assert sorted(found.pivots) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="noise of the kernel operator must be positive"):
+        LowRankPreconditioner(KernelOperator(points), rank=3)
+    with pytest.raises(TypeError, match="op must be a KernelOperator, got DenseOperator"):
+        LowRankPreconditioner(DenseOperator(torch.eye(3)), rank=3)

@@ -1,17 +1,18 @@
+import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from matrices import PRECISIONS, grid, seeded
 from scipy.sparse.linalg import eigsh
 
+import ritz
 from ritz import bounds, spectral_norm
-from ritz.operators import FunctionOperator, KernelOperator, LowRankOperator
+from ritz.operators import (
+    FunctionOperator,
+    KernelOperator,
+    LowRankOperator,
+)
 from ritz.testing import spiked_wigner, wigner, wishart, with_spectrum
-
-PRECISIONS = [torch.float32, torch.float64]
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def graph_laplacian(generator):
@@ -65,7 +66,7 @@ def test_the_norm_is_that_of_dense(kind):
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 def test_a_sparse_matrix_agrees_with_scipy(dtype):
-    rng = torch.Generator().manual_seed(3)
+    rng = seeded(3)
     rows = torch.randint(0, 500, (3000,), generator=rng).numpy()
     columns = torch.randint(0, 500, (3000,), generator=rng).numpy()
     values = torch.randn(3000, generator=rng, dtype=torch.float64).numpy()
@@ -143,7 +144,7 @@ def test_a_product_that_is_not_finite_names_its_step():
 def test_bounds_print_their_interval_and_method():
     matrix = torch.diag(torch.tensor([1.0, 2.0]))
     assert str(bounds(matrix, method="gershgorin")) == (
-        "[1, 2] certainly contains the spectrum (gershgorin; completed: no product)"
+        "[1, 2] certainly contains the spectrum (Gershgorin; completed: no product)"
     )
     assert "almost certainly contains the spectrum (Lanczos" in str(bounds(matrix))
 
@@ -167,6 +168,58 @@ def test_the_bound_of_a_norm_covers_the_roundoff_of_a_long_row():
     op = FunctionOperator(lambda block: matrix @ block, n=300, dtype=torch.float64)
 
     for seed in (15, 36, 66, 94):
-        estimate = spectral_norm(op, generator=torch.Generator().manual_seed(seed))
+        estimate = spectral_norm(op, generator=seeded(seed))
         assert abs(estimate.mean - norm) <= estimate.truncation
         assert estimate.truncation <= 30 * torch.finfo(torch.float64).eps * norm
+
+
+# Spectra with ends that are hard to see: outliers, power laws, clusters, hidden pairs.
+HARD = {
+    "outliers": np.concatenate(
+        [0.01 * np.sin(np.arange(290)), [1, 2, 3, 5, 8, 13, 21, 34, 34, 55]]
+    ),
+    "power law": np.arange(1, 301) ** -1.5,
+    "slow power law": np.arange(1, 301) ** -0.5,
+    "cluster": np.concatenate([np.linspace(0, 1, 280), 1.01 + 1e-3 * np.arange(20)]),
+    "tight cluster": np.concatenate([np.linspace(0, 1, 280), 1.5 + 1e-6 * np.arange(20)]),
+    "hidden": np.concatenate([1 + 1e-3 * np.sin(np.arange(299)), [1.2]]),
+    "graded": np.logspace(-8, 2, 300),
+    "grid": np.linalg.eigvalsh(grid(7, 7, 7).toarray()),
+    "negative": -np.logspace(-3, 1, 200),
+    "two": np.array([1.0, 3.0]),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_bounds_and_the_norm_hold_on_spectra_with_hard_ends(name):
+    values = np.sort(HARD[name])
+    entries, norm = torch.from_numpy(values)[:, None], np.abs(values).max()
+    # A function has no discs of Gershgorin.
+    op = FunctionOperator(lambda block: entries * block, n=len(values), dtype=torch.float64)
+    for seed in range(8):
+        found = ritz.bounds(op, generator=seeded(seed))
+        assert found.status.ok
+        assert found.low <= values[0]  # no tolerance: the bounds include roundoff
+        assert found.high >= values[-1]
+        assert found.low >= values[0] - 0.01 * norm
+        assert found.high <= values[-1] + 0.01 * norm
+        estimate = ritz.spectral_norm(op, generator=seeded(seed))
+        assert estimate.status.ok
+        assert abs(float(estimate) - norm) <= float(estimate.truncation) <= 1.001e-3 * norm
+
+
+def test_bounds_are_valid_even_if_the_steps_do_not_suffice():
+    values = np.linspace(-1, 1, 500) ** 3
+    for steps in (3, 6, 12):
+        found = ritz.bounds(np.diag(values), method="lanczos", max_steps=steps)
+        assert found.status.outcome == "max_steps"
+        assert found.low <= -1
+        assert found.high >= 1
+
+
+def test_discs_of_gershgorin_end_the_search_early():
+    values = np.linspace(0, 1, 400)
+    with_discs = ritz.bounds(np.diag(values))
+    without = ritz.bounds(np.diag(values), method="lanczos")
+    assert with_discs.num_products < without.num_products
+    assert tuple(with_discs) == (0.0, 1.0)
