@@ -5,6 +5,7 @@ import math
 import networkx
 import pytest
 import torch
+from matrices import seeded
 
 from ritz import graphs
 from ritz.graphs._clusters import Sampled
@@ -25,10 +26,6 @@ def one_fast(seeds):
     """All seeds, of which the first is for every day."""
     first, *others = seeds
     return [first, *(pytest.param(seed, marks=pytest.mark.slow) for seed in others)]
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def block_model(name, seed):
@@ -87,6 +84,8 @@ NO_CLUSTERS = {
     "attached": lambda: graphs.as_graph(networkx.barabasi_albert_graph(1000, 5, seed=0)),
     "rewired": lambda: graphs.as_graph(networkx.watts_strogatz_graph(1000, 10, 0.3, seed=0)),
     "regular": lambda: graphs.as_graph(networkx.random_regular_graph(4, 1000, seed=0)),
+    "path": lambda: graphs.as_graph(networkx.path_graph(1000)),
+    "cycle": lambda: graphs.as_graph(networkx.cycle_graph(1000)),
     "grid": lambda: graphs.as_graph(networkx.grid_2d_graph(20, 20)),
     "cube": lambda: graphs.as_graph(networkx.grid_graph([8, 8, 8])),
     "hypercube": lambda: graphs.as_graph(networkx.hypercube_graph(8)),
@@ -95,7 +94,7 @@ NO_CLUSTERS = {
 
 def graphs_and_methods():
     """Every graph by the default; by the others, a graph of each kind every day."""
-    daily = ("random", "attached", "rewired", "grid")
+    daily = ("random", "attached", "rewired", "grid", "path")
     for name in NO_CLUSTERS:
         yield name, "auto"
         marks = () if name in daily else pytest.mark.slow
@@ -107,6 +106,7 @@ def test_graphs_without_clusters_have_no_count(way, name, method):
     found = graphs.count_clusters(NO_CLUSTERS[name](), method=method, generator=seeded(3))
     assert found.count is None
     assert found.reason.startswith((WHOLE, "no gap: "))
+    assert f"No count: {found.reason}" in str(found)
     assert found.status.ok
 
 
@@ -157,17 +157,19 @@ def values(*parts):
 
 def test_a_gap_is_accepted_only_if_the_spacings_above_it_are_small():
     gap = Gap(low=0.3, high=0.6, threshold=0.4)
-    close = torch.linspace(0.6, 0.7, TUNING.crowd + 1, dtype=torch.float64)
+    close = torch.linspace(0.6, 0.7, TUNING.fewest_above + 1, dtype=torch.float64)
     assert stands_out(gap, close)
     assert not stands_out(gap, close[:-1])  # too few to tell
-    assert not stands_out(gap, torch.linspace(0.6, 1.4, TUNING.crowd + 1, dtype=torch.float64))
+    assert not stands_out(
+        gap, torch.linspace(0.6, 1.4, TUNING.fewest_above + 1, dtype=torch.float64)
+    )
     # All in an equal stretch, but with a gap between them that is two thirds as wide.
-    ladder = values([0.6], torch.linspace(0.82, 0.84, TUNING.crowd))
+    ladder = values([0.6], torch.linspace(0.82, 0.84, TUNING.fewest_above))
     assert not stands_out(gap, ladder)
 
 
 def test_the_gap_above_zero_is_skipped():
-    above = torch.linspace(0.7, 0.8, TUNING.crowd + 1, dtype=torch.float64)
+    above = torch.linspace(0.7, 0.8, TUNING.fewest_above + 1, dtype=torch.float64)
     stretch = Gap(low=0.81, high=0.9, threshold=0.85)
     gap = widest_crowded(values([0.4, 0.45], above), stretch)
     assert (gap.low, gap.high) == (0.45, 0.7)

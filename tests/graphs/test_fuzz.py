@@ -194,8 +194,6 @@ SOUND = {
     '<edge source="b" target="c"/></graph></graphml>',
     "metis": "% c\n4 3 001\n2 5 3 1\n1 5\n1 1 4 2\n3 2\n",
 }
-
-
 SOUND["array"] = "%%MatrixMarket matrix array real general\n2 2\n0\n1.5\n1.5\n0\n"
 SOUND["names"] = "# who whom\nann bob 2\nbob cy 1\ncy dora 1e-3\ndora ann 1\n"
 SOUND["gzip"] = gzip.compress(b"0 1\n1 2 \n2 3\n" * 9, mtime=0)

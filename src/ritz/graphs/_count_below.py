@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import inner_products
 from ritz._core.progress import Progress
-from ritz._core.random import probes
+from ritz._core.random import draw_probes
 from ritz.graphs._gaps import TOP, TUNING, Gap, widest_between
 from ritz.graphs._graph import Graph
 from ritz.operators import LinearOperator
@@ -102,7 +103,7 @@ def count_below(
     block = torch.empty(op.shape[0], width, dtype=op.dtype, device=op.device)
     for start in range(0, width, op.block_size):
         stop = min(start + op.block_size, width)
-        part = null.project_off(_gaussian(op, stop - start, generator))
+        part = null.project_off(draw_probes(op, stop - start, kind="gaussian", generator=generator))
         # Project again after filtering, which amplifies roundoff in the null space most.
         block[:, start:stop] = null.project_off(polynomial(op, part, gap, degree))
         bar.update(stop)
@@ -110,7 +111,9 @@ def count_below(
     near = pick(values, gap)
     below = values < near.threshold
     coefficients = coefficients[:, below].to(block)
-    fresh = null.project_off(_gaussian(op, TUNING.num_checks, generator))
+    fresh = null.project_off(
+        draw_probes(op, TUNING.check_probes, kind="gaussian", generator=generator)
+    )
     # z - Q Q' z with Q = block @ coefficients, twice as in Gram-Schmidt, to reach roundoff.
     for _ in range(2):
         fresh -= block @ (coefficients @ (coefficients.T @ (block.T @ fresh)))
@@ -124,7 +127,7 @@ def count_below(
         gap=near,
         missed=float(left.mean()),
         full=int((values < gap.high).sum()) >= width < op.shape[0] - null.dimension,
-        num_products=width * (degree + 1) + TUNING.num_checks * check_degree,
+        num_products=width * (degree + 1) + TUNING.check_probes * check_degree,
         above=values[~below & (values < gap.high)],
     )
 
@@ -149,7 +152,7 @@ def all_below(
 def filter_degree(gap: Gap, n: int) -> int:
     """Return the degree of a filter that nearly removes the eigenvectors above a gap."""
     # cosh(k growth) = strength sqrt(n), because the part above has a norm of at most about sqrt(n).
-    return math.ceil(math.acosh(TUNING.strength * math.sqrt(n)) / _growth(gap))
+    return math.ceil(math.acosh(TUNING.amplification * math.sqrt(n)) / _growth(gap))
 
 
 def polynomial(op: LinearOperator, block: Tensor, gap: Gap, degree: int) -> Tensor:
@@ -177,11 +180,6 @@ def _growth(gap: Gap) -> float:
     return math.acosh(1 + 2 * (gap.high - gap.low) / (TOP - gap.high))
 
 
-def _gaussian(op: LinearOperator, count: int, generator: torch.Generator) -> Tensor:
-    shape = (op.shape[0], count)
-    return probes(shape, kind="gaussian", generator=generator, dtype=op.dtype, device=op.device)
-
-
 def _rayleigh_ritz(op: LinearOperator, block: Tensor) -> tuple[Tensor, Tensor]:
     """Return Ritz values ``(r,)``, ascending, and coefficients ``(k, r)`` of their Ritz vectors."""
     k = block.shape[1]
@@ -190,8 +188,8 @@ def _rayleigh_ritz(op: LinearOperator, block: Tensor) -> tuple[Tensor, Tensor]:
         part = slice(first, min(k, first + TUNING.columns))
         product = op.matmat(block[:, part])
         # B' B and B' L B are symmetric: compute the entries on and below the diagonal.
-        gram[first:, part] = _inner(block[:, first:], block[:, part])
-        projected[first:, part] = _inner(block[:, first:], product)
+        gram[first:, part] = inner_products(block[:, first:], block[:, part])
+        projected[first:, part] = inner_products(block[:, first:], product)
     # Scale columns to length one. The lengths of filtered columns differ by orders of magnitude.
     scale = gram.diagonal().clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
     sizes, directions = torch.linalg.eigh(gram * scale[:, None] * scale)  # reads the lower half
@@ -201,11 +199,3 @@ def _rayleigh_ritz(op: LinearOperator, block: Tensor) -> tuple[Tensor, Tensor]:
     lower = projected.tril()
     values, rotation = torch.linalg.eigh(basis.T @ (lower + lower.tril(-1).T) @ basis)
     return values, basis @ rotation
-
-
-def _inner(left: Tensor, right: Tensor) -> Tensor:
-    # Sum blocks in float64, because long sums in float32 are not accurate enough for eigenvalues.
-    total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64)
-    for a, b in zip(left.split(TUNING.rows), right.split(TUNING.rows), strict=True):
-        total += (a.T @ b).double().cpu()
-    return total

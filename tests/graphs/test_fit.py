@@ -5,6 +5,7 @@ import math
 import networkx as nx
 import pytest
 import torch
+from matrices import seeded
 
 import ritz
 from ritz import graphs
@@ -12,12 +13,6 @@ from ritz.graphs import GraphError
 from ritz.graphs._fit_models import Outline, families, siblings
 
 FAST = {"num_draws": 2, "num_repeats": 8}
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
 DRAWN = {
     "erdos_renyi": (lambda g: graphs.erdos_renyi(100, p=0.6, generator=g), "p", 0.6),
     "watts_strogatz": (

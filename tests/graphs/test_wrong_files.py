@@ -16,7 +16,6 @@ ARRAY = "%%MatrixMarket matrix array real general\n"
 MTX = "%%MatrixMarket matrix coordinate real general\n"
 NODES = "node [ id 0 ] node [ id 1 ]"
 XML = '<graphml><graph edgedefault="undirected"><node id="a"/><node id="b"/>'
-
 WRONG = {
     "a negative weight": ("e.txt", "0 1 1\n1 2 -0.5\n", "line 2: the weight '-0.5' is negative"),
     "a NaN weight": ("e.txt", "# c\n0 1 1\n1 2 NaN\n", "line 3: the weight 'NaN' is not a finite"),

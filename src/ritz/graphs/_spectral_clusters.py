@@ -1,7 +1,5 @@
 """``spectral_clusters``: clusters of the vertices of a graph, by its first eigenvectors."""
 
-from typing import final
-
 import numpy as np
 import scipy.linalg
 import torch
@@ -10,12 +8,12 @@ from torch import Tensor
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
-from ritz.graphs._block_krylov import NullSpace
+from ritz.graphs._count_below import NullSpace
 from ritz.graphs._gaps import TOP
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike
 from ritz.graphs._matrices import laplacian, with_edges
-from ritz.operators import LinearOperator
+from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs
 
 # Relative residual. It may be large, because only the span of the eigenvectors matters.
@@ -69,8 +67,14 @@ def spectral_clusters(
         )
     if num_clusters == null.dimension:
         return _renumbered(null.labels)
+    op = laplacian(graph)
+
+    def lifted(block: Tensor) -> Tensor:
+        # L + 2 P_0 with the projector P_0 on the null space, whose eigenvalue becomes 2
+        return op.matmat(block) + TOP * (block - null.project_off(block.clone()))
+
     pairs = eigenpairs(
-        LiftedOperator(laplacian(graph), null),
+        FunctionOperator(lifted, n=op.shape[0], dtype=op.dtype),
         smallest=num_clusters - null.dimension,
         max_steps=max_steps,
         rtol=_RTOL,
@@ -81,19 +85,6 @@ def spectral_clusters(
     if pairs.vectors is None:
         raise RuntimeError("Lanczos returned no vectors")
     return _renumbered(_groups(graph, null, pairs.vectors, num_clusters))
-
-
-@final
-class LiftedOperator(LinearOperator):
-    r"""A Laplacian whose null space is lifted to 2: :math:`L + 2 P_0`."""
-
-    def __init__(self, op: LinearOperator, null: NullSpace) -> None:
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.null = op, null
-
-    def _matmat(self, block: Tensor) -> Tensor:
-        rest = self.null.project_off(block.clone())
-        return self.op.matmat(block) + TOP * (block - rest)
 
 
 def _groups(graph: Graph, null: NullSpace, vectors: Tensor, count: int) -> Tensor:

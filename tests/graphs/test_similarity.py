@@ -5,6 +5,7 @@ import math
 import networkx as nx
 import pytest
 import torch
+from matrices import seeded
 
 import ritz
 from ritz import graphs
@@ -19,10 +20,6 @@ def sampling(monkeypatch):
 
 
 MEASURES = ("symmetric_kl", "jensen_shannon", "wasserstein", "heat")
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +70,7 @@ def test_symmetric_kl_agrees_with_the_method_of_the_density(moments):
 @pytest.mark.parametrize("measure", MEASURES)
 def test_distances_are_symmetric_and_graphs_of_one_model_are_nearest(moments, measure):
     found = graphs.similarity(moments, measure=measure)
+    assert str(found).count("between") == 1
     assert torch.equal(found.matrix, found.matrix.T)
     assert torch.equal(found.stderr, found.stderr.T)
     assert float(found.matrix.diagonal().abs().max()) == 0

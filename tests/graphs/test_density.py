@@ -5,6 +5,7 @@ import math
 import networkx as nx
 import pytest
 import torch
+from matrices import seeded
 from networkx.linalg.spectrum import normalized_laplacian_spectrum
 
 from ritz import graphs
@@ -15,10 +16,6 @@ from ritz.graphs import GraphError
 def sampling(monkeypatch):
     """Sample moments from 257 vertices on, as large graphs do."""
     monkeypatch.setattr("ritz.graphs._density.SMALL", 256)
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +85,6 @@ def test_the_density_matches_moments_within_their_errors_only(ring, ring_values)
     assert found.status.ok
 
 
-def test_the_same_seed_gives_the_same_spectrum_and_another_does_not(ring):
-    first, again, other = (
-        graphs.density(ring, num_moments=10, num_probes=4, generator=seeded(seed)).alphas
-        for seed in (5, 5, 6)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 def test_the_distribution_function_is_close_to_the_exact_one(ring, ring_values):
     found = graphs.density(ring, num_moments=60, num_probes=64, generator=seeded(0))
     x = torch.linspace(0.05, 1.95, 39, dtype=torch.float64)
@@ -104,31 +92,6 @@ def test_the_distribution_function_is_close_to_the_exact_one(ring, ring_values):
     # Sixty moments resolve 2 pi / 60 of the interval, a twentieth: no step of the exact
     # distribution is higher than what lies in that.
     assert float((found.cdf(x) - exact).abs().max()) < 0.03
-
-
-def bias_of_smoothing(nodes, weights, width, degree):
-    """Theorem 2, with binomials of the degree itself for odd ones too."""
-    total = 0.0
-    for j in range(1, degree // 2 + 1):
-        kernel = width ** (2 * j) * math.prod(range(1, 2 * j, 2))
-        inner = float((weights * nodes ** (degree - 2 * j)).sum(1).mean())
-        total += math.comb(degree, 2 * j) * kernel * inner
-    return total
-
-
-@pytest.mark.parametrize("degree", [2, 3, 4, 5, 7, 8])
-def test_smoothing_biases_moments_by_theorem_2(ring, degree):
-    options = {"num_moments": 40, "num_probes": 4, "generator": seeded(2)}
-    smooth = graphs.density(ring, method="lanczos", width=0.15, **options)
-    discrete = smooth.discrete
-    # The moment of the smoothed density by quadrature of its pdf, not by a formula.
-    x = torch.linspace(*smooth.support, 20_001, dtype=torch.float64)
-    measured = float(torch.trapezoid(smooth.pdf(x) * x**degree, x))
-    bias = measured - discrete.moment(degree)
-    expected = bias_of_smoothing(discrete.nodes, discrete.weights, 0.15, degree)
-    # The support leaves out what lies five widths beyond: 6e-7 of the mass, times 2.75^8 = 3e3.
-    assert bias == pytest.approx(expected, rel=1e-3)
-    assert bias > 0
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4, 5, 7, 8])
@@ -197,14 +160,6 @@ def test_a_single_edge_has_the_eigenvalues_zero_and_two():
     # A vector of signs is one eigenvector or the other: rules of a single node.
     found = graphs.density(graph, num_probes=8, method="lanczos")
     assert {round(float(x), 9) for x in found.nodes[found.weights > 0]} == {0.0, 2.0}
-
-
-def test_lanczos_has_the_moments_of_the_graph(ring, ring_values):
-    options = {"num_moments": 40, "num_probes": 32, "generator": seeded(0)}
-    found = graphs.density(ring, method="lanczos", **options)
-    samples = (found.weights * found.nodes**4).sum(1)
-    exact = float((ring_values**4).mean())
-    assert abs(float(samples.mean()) - exact) <= 4 * float(samples.std()) / 32**0.5
 
 
 @pytest.mark.parametrize(
