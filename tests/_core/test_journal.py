@@ -1,4 +1,4 @@
-"""Resumable state: saved at intervals, resumed bit for bit, refused if of another computation."""
+"""States: saved at intervals, resumed bit for bit, refused by another computation."""
 
 import signal
 
@@ -110,7 +110,7 @@ def test_the_error_without_a_usable_state_says_what_to_do(tmp_path):
 
 
 def restored(path):
-    """The two blocks of vectors of a state, put together from its files."""
+    """The two blocks of vectors of a state, read from its files."""
     blocks = [[], []]
 
     def restore(state, parts):

@@ -22,7 +22,7 @@ def test_stderr_is_that_of_the_mean_and_unknown_for_one_sample():
 
 
 def mean_of(samples):
-    """What an estimator makes of its samples."""
+    """The mean of the samples as an Estimate."""
     return samples.estimate(method="test", num_products=len(samples.values), truncation=0.0, seed=0)
 
 

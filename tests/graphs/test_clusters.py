@@ -60,8 +60,7 @@ def test_planted_clusters_are_counted_and_certified_by_two_methods(sampling, cou
 @pytest.mark.parametrize("sizes", [(200, 400), (200, 1000)])
 @pytest.mark.parametrize("method", ["auto", "krylov", "entropic"])
 def test_a_random_bipartite_graph_has_no_clusters(sizes, method):
-    # Its eigenvalues left of 1 lie in a band with a gap above it, as many as the smaller side has
-    # vertices. Their mean is 0.7.
+    # The eigenvalues below 1, one per vertex of the smaller side, form a band with a gap above it.
     graph = networkx.bipartite.random_graph(*sizes, 0.05, seed=0)
 
     result = graphs.count_clusters(graph, method=method, num_probes=20)
@@ -88,13 +87,13 @@ def test_sampled_counts_are_within_four_standard_errors(method):
     found = graphs.count_clusters(planted(60), method=method)
     assert abs(found.estimate - 60) < 4 * found.stderr
     assert found.count == round(found.estimate)
-    # Independent probes alone: sqrt(2 N_c / d), or less by the diagonal.
+    # Independent probes have the error sqrt(2 N_c / d), less the part of the diagonal.
     assert 0.3 * math.sqrt(120 / 100) < found.stderr < 1.5 * math.sqrt(120 / 100)
     assert found.mass == pytest.approx(found.estimate / 1800)
     assert (found.found, found.certified) == (None, False)
 
 
-def test_block_krylov_needs_a_tenth_of_the_products_of_sampling():
+def test_block_krylov_needs_less_than_a_quarter_of_the_products_of_sampling():
     krylov = graphs.count_clusters(planted(9), method="krylov")
     entropic = graphs.count_clusters(planted(9), method="entropic")
     assert krylov.count == 9
@@ -208,7 +207,7 @@ def test_a_filtered_block_counts_the_exact_eigenvalues(rng, dtype):
     null = NullSpace.of(graph, dtype)
     counted = count_below(op, null, GAP, width=20, generator=rng, bar=Quiet())
     assert counted.count == int((exact < 0.2).sum()) == 12
-    # A Ritz value is that close to its eigenvalue once the filter has done its work.
+    # Ritz values of the filtered block are within 1e-4 of the eigenvalues.
     assert counted.gap.low == pytest.approx(float(exact[11]), abs=1e-4)
     assert counted.missed < 0.01
 
@@ -218,7 +217,7 @@ def test_probes_detect_eigenvalues_that_a_narrow_block_missed(rng):
     null = NullSpace.of(graph, torch.float64)
     counted = count_below(graphs.laplacian(graph), null, GAP, width=8, generator=rng, bar=Quiet())
     assert (counted.count, counted.full) == (9, True)
-    # Three are missing: sixteen probes have 3 ± 3 sqrt(2 / 48) of them, or more if amplified.
+    # Three are missing: sixteen probes estimate 3 ± 3 sqrt(2 / 48), or more if amplified.
     assert counted.missed > 3 - 4 * 3 * math.sqrt(2 / 48)
 
 

@@ -1,4 +1,4 @@
-"""The nearest random graphs: parameters found again, intervals that hold, models told apart."""
+"""Random models fitted to graphs drawn from them: parameters, intervals and ranking."""
 
 import math
 
@@ -34,11 +34,11 @@ def test_the_parameter_of_a_drawn_graph_is_found_within_its_interval(model):
     found = graphs.fit(draw(seeded(0)), models=[model], **FAST, generator=seeded(1)).fits[0]
     low, high = found.interval[name]
     off = found.parameters[name] - truth
-    # The interval is two standard deviations either way, here taken twice.
+    # Four standard deviations: the interval has two on each side.
     assert abs(off) <= max(high - low, 1.0 if name == "num_edges" else 0.0)
     assert low <= found.parameters[name] <= high
     assert (high - low) < 0.5 * truth
-    # A graph of the model is as near to it as others of it, or nearly so.
+    # The graph is about as near to the model as other graphs drawn from it.
     assert found.divergence <= 2 * found.typical
 
 
@@ -49,7 +49,7 @@ def test_the_model_of_a_drawn_graph_is_recognised(model):
     assert found.model == model
     assert found.parameters == found.fits[0].parameters
     assert [one.model for one in found.fits[:1]] == [model]
-    # A ring of as many edges, most of them moved, is a random graph.
+    # A ring with most of its edges rewired is nearly a random graph.
     alike = "watts_strogatz" if model == "erdos_renyi" else ""
     others = [one.divergence for one in found.fits[1:] if one.model != alike]
     assert min(others) > 5 * found.fits[0].divergence
@@ -62,7 +62,7 @@ def test_block_models_are_recognised_and_their_blocks_counted():
     found = graphs.fit(graph, models=models, **FAST, generator=seeded(3))
     assert found.model == "stochastic_block_model"
     assert found.parameters["num_blocks"] == 4
-    # Of 0.4 * 39 + 0.01 * 120 neighbours, the last are in other blocks: 0.0714.
+    # A vertex has 0.4 * 39 neighbours in its block and 0.01 * 120 in others: a share of 0.0714.
     low, high = found.fits[0].interval["mixing"]
     assert abs(found.parameters["mixing"] - 1.2 / 16.8) <= high - low
 
@@ -74,7 +74,7 @@ def test_a_number_of_blocks_that_is_not_a_power_of_two_is_within_its_interval():
     low, high = found.fits[0].interval["num_blocks"]
     assert found.parameters["num_blocks"] == 3
     assert 2 <= low <= 3 <= high <= 5
-    # Of 0.1 * 149 + 0.01 * 300 neighbours, the last are in other blocks: 0.168.
+    # A vertex has 0.1 * 149 neighbours in its block and 0.01 * 300 in others: a share of 0.168.
     low, high = found.fits[0].interval["mixing"]
     assert abs(found.parameters["mixing"] - 3 / 17.9) <= high - low < 0.08
     assert "num_blocks 3 (" in str(found)
@@ -100,7 +100,7 @@ def test_a_complete_graph_has_the_neighbours_of_its_mean_degree():
     found = graphs.fit(
         nx.complete_graph(20), models=["watts_strogatz"], **FAST, generator=seeded(0)
     ).fits[0]
-    # The largest even number below 20: ten was the most.
+    # The largest even number below 20
     assert found.parameters["num_neighbors"] == 18
     assert found.typical >= 0
     assert str(found).index("±") == 33
@@ -112,7 +112,7 @@ def test_the_search_can_reach_every_number_of_blocks():
         tried = families("stochastic_block_model", outline)
         best = min(tried, key=lambda one: abs(math.log(one.count / wanted)))
         known = {best.count}
-        # The nearest by ratio is what the divergence would tell.
+        # The nearest number by ratio stands for the smallest divergence.
         while new := siblings(tuple(known), best, outline):
             known |= {one.count for one in new}
             best = min([best, *new], key=lambda one: abs(math.log(one.count / wanted)))
@@ -121,7 +121,7 @@ def test_the_search_can_reach_every_number_of_blocks():
 
 
 def test_of_models_that_fit_the_simplest_comes_first():
-    # A configuration model of its degrees is as near to a random graph as it is itself.
+    # A configuration model with these degrees fits as well.
     graph = graphs.erdos_renyi(120, p=0.1, generator=seeded(4))
     models = ("configuration_model", "erdos_renyi")
     found = graphs.fit(graph, models=models, **FAST, generator=seeded(8))
@@ -134,7 +134,7 @@ def test_the_configuration_model_preserves_the_degrees_of_a_dense_graph():
     degrees = graph.crow.diff().long()
     (family,) = families("configuration_model", Outline(degrees=degrees, num_nodes=60))
     drawn = family.draw(0.0, seeded(1))
-    # Erasing repeats in place of exchanging ends would lose a quarter of the edges.
+    # Repeated edges are rewired; if they were dropped, a quarter of the edges would be lost.
     assert torch.equal(drawn.crow.diff().long(), degrees)
     assert not torch.equal(drawn.col, graph.col)
 

@@ -1,4 +1,4 @@
-"""The container: what it says of itself, its parts, and that it can be saved."""
+"""The class Graph: its properties, components, subgraphs and files."""
 
 import networkx as nx
 import numpy as np

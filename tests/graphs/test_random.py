@@ -1,4 +1,4 @@
-"""Random models: what is exact in them, and degree moments beside those of NetworkX."""
+"""Random graphs: exact properties, and degrees compared with NetworkX."""
 
 import math
 
@@ -22,7 +22,7 @@ SAMPLES = 40
 
 
 def statistics(degrees, triangles):
-    """What a sample is compared by: second and third moment of degrees, largest, triangles."""
+    """Second and third moment of the degrees, largest degree and number of triangles."""
     d = np.asarray(degrees, dtype=float)
     return [(d**2).mean(), (d**3).mean(), d.max(), triangles]
 
@@ -37,7 +37,7 @@ def of_networkx(graph):
     return statistics([d for _, d in graph.degree], sum(nx.triangles(graph).values()) / 3)
 
 
-# Some alike, none and one twice.
+# Probabilities between four blocks: some equal, one 0 and one 1.
 MANY = torch.tensor(
     [[0.3, 0.9, 0.05, 0.2], [0.9, 0.3, 0.0, 0.05], [0.05, 0.0, 0.3, 0.05], [0.2, 0.05, 0.05, 1.0]]
 ).double()
@@ -204,7 +204,7 @@ def test_a_dense_ring_is_rewired_without_losing_edges():
         assert graph.num_edges == n * k // 2
         assert (graph.intake.num_merged, graph.intake.num_self_loops) == (0, 0)
         lattice = watts_strogatz(n, num_neighbors=k, p=0.0)
-        # Of a complete graph no edge has anywhere to go.
+        # Edges of a complete graph cannot be rewired.
         assert torch.equal(graph.col, lattice.col) == (k == n - 1)
 
 
@@ -247,7 +247,7 @@ def test_links_join_different_clusters(rng):
 @pytest.mark.parametrize("kind", ["erdos_renyi", "watts_strogatz", "barabasi_albert"])
 def test_clusters_have_the_requested_mean_degree(rng, kind):
     graph = cluster_graph([400] * 20, kind=kind, degree=20, num_links=0, generator=rng)
-    # r (n - r) edges of preferential attachment: a fortieth less.
+    # Preferential attachment has r (n - r) edges, 2.5 % less.
     assert float(graph.degrees.mean()) == pytest.approx(20, rel=0.03)
 
 

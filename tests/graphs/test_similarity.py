@@ -1,4 +1,4 @@
-"""Distances between spectra: formulas against quadrature, errors against scatter, order."""
+"""Distances between spectra against quadrature, and their errors against repeated runs."""
 
 import math
 
@@ -41,7 +41,7 @@ def moments(several):
 
 
 def by_quadrature(p, q, measure):
-    # Crowded towards both ends, where densities of roots and peaks are steep.
+    # The points are dense near both ends, where densities may be steep.
     x = 1 - torch.cos(torch.linspace(0, math.pi, 3_001, dtype=torch.float64)[1:-1])
     a, b = p.pdf(x), q.pdf(x)
     if measure == "symmetric_kl":
@@ -57,7 +57,7 @@ def test_distances_agree_with_quadrature_of_the_densities(moments, measure):
     found = graphs.similarity(moments, measure=measure)
     for i, j in ((0, 1), (0, 2), (2, 3)):
         expected = by_quadrature(found.densities[i], found.densities[j], measure)
-        # The trapezoids of 3,000 points are good to a thousandth.
+        # The error of the trapezoidal rule with 3,000 points
         assert float(found.matrix[i, j]) == pytest.approx(expected, rel=1e-3)
 
 
@@ -78,7 +78,7 @@ def test_distances_are_symmetric_and_graphs_of_one_model_are_nearest(moments, me
     assert float(found.matrix[off].min()) > 0
     assert float(found.stderr[off].min()) > 0
     assert float(found.matrix[0, 1]) < float(found.matrix[0, 2:].min())
-    if measure != "heat":  # of short times, and so of little but the noise of the probes
+    if measure != "heat":  # at short times, which show mostly the noise of the probes
         rings = float(found.matrix[0, 1] + 4 * found.stderr[0, 1])
         assert rings < float(found.matrix[0, 2:].min())
 
@@ -90,7 +90,7 @@ def test_standard_errors_agree_with_the_scatter_of_repeated_runs(several, measur
     runs = [graphs.similarity(pair, **options, generator=seeded(100 + s)) for s in range(12)]
     scatter = torch.stack([run.matrix[0, 1] for run in runs]).std()
     stated = torch.stack([run.stderr[0, 1] for run in runs]).mean()
-    # Twelve runs know their scatter to a fifth: a factor of two is four errors.
+    # The scatter of twelve runs is known to 20 %: a factor of two is four standard errors.
     assert float(scatter) / 2 < float(stated) < 2 * float(scatter)
 
 
@@ -101,7 +101,7 @@ def test_a_graph_has_distance_zero_to_itself_within_the_error(several, measure):
         found = graphs.similarity(
             pair, measure=measure, num_moments=40, num_probes=32, generator=seeded(seed)
         )
-        # Different probes: the noise adds to the distance, and the error knows how much.
+        # The probes differ: their noise adds to the distance, and the error contains it.
         assert 0 < float(found.matrix[0, 1]) <= 4 * float(found.stderr[0, 1])
         if measure == "symmetric_kl":
             assert float(found.matrix[0, 1]) > 0.5 * float(found.stderr[0, 1])
@@ -111,7 +111,7 @@ def test_the_jackknife_gives_the_exact_bias_of_a_square():
     samples = torch.randn(50, 1, generator=seeded(0), dtype=torch.float64)
     left = leave_out(samples)
     mean = samples.mean(0)
-    # Leaving out groups, the bias of a squared mean is the variance between them over their number.
+    # The bias of a squared mean is the variance of the means of the groups over their number.
     groups = samples.reshape(10, 5).mean(1)
     expected = groups.var() / 10
     assert float(bias(left.square(), mean.square())) == pytest.approx(float(expected))

@@ -1,4 +1,4 @@
-"""Wrong files: one clear line each, with the name of the file and the line."""
+"""Errors of wrong files have one line, with the name of the file and the number of the line."""
 
 import gzip
 import time
@@ -268,7 +268,7 @@ def test_no_text_takes_more_than_linear_time(tmp_path, text):
     started = time.process_time()
     with pytest.raises(GraphError):
         read(path)
-    # Of the processor, whatever else the machine does: quadratic searches take ten and more.
+    # In processor time, which other processes do not change, quadratic searches take over 10 s.
     assert time.process_time() - started < 3
 
 

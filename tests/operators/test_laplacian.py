@@ -1,4 +1,4 @@
-"""The matrices of a graph against their formulas, NetworkX, and what theorems say."""
+"""The matrices of a graph against their formulas, NetworkX and theorems."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def pattern():
 
 
 def formula(w, kind):
-    """The definition, row by row, with nothing but divisions by degrees that are there."""
+    """The definition, row by row, dividing only by degrees that are not zero."""
     d = w.sum(1)
     n = len(d)
     walk = np.zeros_like(w)

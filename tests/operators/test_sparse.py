@@ -1,4 +1,4 @@
-"""Products of compressed rows: the compiled loop, torch's own, and that they agree."""
+"""Products of compressed rows by the compiled loop and by torch."""
 
 import multiprocessing
 import os

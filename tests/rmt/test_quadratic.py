@@ -26,7 +26,7 @@ def exact_sums(x, rho, num_steps):
 
 
 def exact_forms(x, rho, n):
-    """The published closed forms, with digits enough to cancel."""
+    """The published closed forms, in high precision because their terms cancel."""
     phi, rho = 1 - Decimal(x), Decimal(rho)
     K = n - 2 * phi * (1 - phi**n) / (1 - phi) + phi**2 * (1 - phi ** (2 * n)) / (1 - phi**2)
     E = (

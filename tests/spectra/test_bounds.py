@@ -94,7 +94,7 @@ def test_a_looser_tolerance_costs_fewer_products():
     assert loose.high > tight.high
 
 
-def test_an_eigenvalue_the_start_vector_hardly_meets_is_still_inside():
+def test_an_eigenvector_nearly_orthogonal_to_the_start_is_still_inside():
     # A bulk narrower than the tolerance has small residuals before the outlier is seen.
     entries = 1 + 0.02 * (2 * torch.rand(10**6, 1, generator=seeded(0), dtype=torch.float64) - 1)
     entries[17] = 1.5
@@ -217,7 +217,7 @@ def test_bounds_are_valid_even_if_the_steps_do_not_suffice():
         assert found.high >= 1
 
 
-def test_discs_of_gershgorin_end_the_search_early():
+def test_gershgorin_discs_end_the_search_early():
     values = np.linspace(0, 1, 400)
     with_discs = ritz.bounds(np.diag(values))
     without = ritz.bounds(np.diag(values), method="lanczos")

@@ -208,7 +208,7 @@ def test_a_recurrence_that_overflows_is_distinguished_from_a_bad_product():
         solve(2 * torch.eye(3), torch.ones(3), initial=torch.full((3,), 3e38))
 
 
-def test_one_row_is_a_system():
+def test_a_system_of_one_row_is_solved():
     assert solve(torch.tensor([[4.0]]), torch.tensor([2.0])).x.tolist() == [0.5]
 
 
@@ -250,7 +250,7 @@ def test_a_solution_prints_its_residual_and_status():
     )
 
 
-def test_a_rule_of_the_caller_sees_the_quadratic_forms_and_stops(rng):
+def test_a_stopping_rule_gets_the_quadratic_forms_and_ends_the_run(rng):
     matrix = torch.diag(torch.linspace(1, 50, 30, dtype=torch.float64))
     b = 1e-3 * torch.randn(30, 2, generator=rng, dtype=torch.float64)
     seen = []
@@ -261,7 +261,7 @@ def test_a_rule_of_the_caller_sees_the_quadratic_forms_and_stops(rng):
 
     partial = solve(matrix, b, stop=stop)
 
-    # Each value is that of the solution after as many steps.
+    # Each value is the quadratic form of the solution after that number of steps.
     for steps, forms in enumerate(seen, start=1):
         x = solve(matrix, b, max_steps=steps).x
         expected = 0.5 * (x * (matrix @ x)).sum(0) - (b * x).sum(0)

@@ -20,12 +20,12 @@ def line(values):
 
 
 def zigzag(values):
-    """A function of the integers 1 to 9 that no line explains."""
+    """A function of the integers 1 to 9 that is hardly correlated with them."""
     return ODD[(values.round().long() - 1).clamp(0, 8)]
 
 
 def estimate(function, known, count=9):
-    """Sample a function of one-dimensional spaces, whose forms are its values at PLAIN."""
+    """Sample quadratic forms of the function that are its values at PLAIN."""
     budget = Budget(100, None, 0, None, None, seeded(0), False)
     spaces = Projections(PLAIN[:count, None, None], torch.zeros(count, 1, 1).double(), 0.0)
     with tracking(False, "", None) as bar:
@@ -50,7 +50,7 @@ def test_the_control_variate_removes_the_regression_and_counts_its_degree_of_fre
     slope = float((spread * forms).sum() / spread.square().sum())
     assert float(controlled) == pytest.approx(float(forms.mean()) - slope * (5.0 - 4.0))
     left = forms - forms.mean() - slope * spread
-    # Of nine numbers a mean and a slope leave seven free.
+    # Nine samples, less a mean and a slope.
     assert controlled.degrees == 7
     expected = math.sqrt(float(left.square().sum()) / 7 / 9)
     assert float(controlled.stderr) == pytest.approx(expected)
@@ -60,8 +60,8 @@ def test_the_control_variate_removes_the_regression_and_counts_its_degree_of_fre
     ("function", "known", "count"),
     [
         (line, None, 9),
-        (line, Known(4.0, 0.1), 9),  # a difference of large numbers: more noise than it is worth
-        (zigzag, Known(4.0, 0.0), 9),  # which the trace does not explain
+        (line, Known(4.0, 0.1), 9),  # the trace has a larger error than the mean
+        (zigzag, Known(4.0, 0.0), 9),  # not correlated with the trace
         (line, Known(4.0, 0.0), 7),  # too few for a slope
     ],
     ids=["unknown", "noisy", "unrelated", "few"],

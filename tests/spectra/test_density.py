@@ -99,13 +99,13 @@ def test_one_probe_is_allowed_and_has_no_band():
     assert torch.cat(found.smoothed(0.1).pdf_band(x)).isnan().all()
 
 
-def test_points_have_no_pdf(discrete):
+def test_a_discrete_density_has_no_pdf(discrete):
     with pytest.raises(TypeError, match=r"use .smoothed\(width\) first"):
         discrete.pdf(torch.zeros(1))
 
 
 def integral(found, degree):
-    """Of the pdf times a power; by the cosine's substitution, for the ends may be singular."""
+    """Integrate the pdf times a power, in the angle because the ends may be singular."""
     low, high = found.support
     angles = (torch.arange(4000, dtype=torch.float64) + 0.5) * (math.pi / 4000)
     x = (low + high) / 2 + (high - low) / 2 * angles.cos()

@@ -129,5 +129,5 @@ def test_intervals_of_gaussian_probes_hold_for_large_diagonals():
         found = diagonal(op, num_probes=6, probe="gaussian", generator=seeded(seed))
         held.append((found.mean - near.diagonal()).abs() <= found.error(0.95))
 
-    # The plain mean held in 0.83 of the entries.
+    # Intervals by the plain mean contain 0.83 of the entries.
     assert 0.93 <= float(torch.stack(held).double().mean()) <= 0.97

@@ -65,7 +65,7 @@ def test_a_repeated_eigenvalue_is_returned_repeatedly(sides, wanted, certify):
     ],
     ids=["low rank", "both ends", "outlier", "small", "identity", "zero"],
 )
-def test_multiplicities_of_many_kinds(values, wanted, dtype, mode):
+def test_eigenpairs_have_the_multiplicities_of_the_matrix(values, wanted, dtype, mode):
     op = diagonal(*values, dtype=dtype)
     exact = ends(op.entries.double().numpy(), **{"smallest": 0, "largest": 0} | wanted)
     for seed in range(3):
@@ -75,7 +75,7 @@ def test_multiplicities_of_many_kinds(values, wanted, dtype, mode):
         np.testing.assert_allclose(pairs.values, exact, rtol=0, atol=tolerance)
 
 
-def test_a_start_vector_that_misses_the_pair_is_not_believed():
+def test_an_eigenvector_orthogonal_to_the_start_is_returned():
     op = diagonal(np.linspace(0, 1, 99), [2.0])
     start = torch.ones(100, dtype=torch.float64)
     start[-1] = 0.0

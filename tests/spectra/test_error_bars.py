@@ -23,7 +23,7 @@ SPECTRA = {
 
 
 def holds(found, exact, level=0.9999):
-    """Whether the interval holds the truth and the status says if it is infinite."""
+    """Whether the interval contains the truth and an infinite one has the status uncertain."""
     low, high = (float(end) for end in found.interval(level))
     assert (found.status.outcome == "uncertain") == math.isinf(high - low)
     return low <= exact <= high
@@ -97,7 +97,7 @@ def test_two_rows_are_exact(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_twelve_rows_have_a_spread(seed):
+def test_twelve_rows_have_a_standard_error(seed):
     values = torch.linspace(0.5, 4, 12, dtype=DOUBLE)
     op = hidden(with_spectrum(values).matrix)
     generator = seeded(seed)
@@ -165,5 +165,5 @@ def test_the_interval_of_a_frobenius_norm_is_as_skewed_as_the_squares():
         torch.testing.assert_close(found.samples.mean(), found.mean)
         held += abs(float(found) - 60.0) <= float(found.error(0.95))
 
-    # Intervals by the skewness of the norms held in 0.914.
+    # Intervals by the skewness of the norms have a coverage of 0.914.
     assert held >= 0.93 * 400

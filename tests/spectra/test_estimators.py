@@ -61,7 +61,7 @@ def test_no_generator_means_seed_zero_and_the_global_one_is_not_touched(function
     result = function(op)
     assert torch.equal(torch.get_rng_state(), before)
     assert same(result, function(op, generator=seeded(0)))
-    torch.rand(3)  # neither does the global state matter
+    torch.rand(3)  # change the state of the global generator
     assert same(result, function(op))
 
 
@@ -70,7 +70,7 @@ def test_another_seed_gives_another_result_and_is_recorded(function, op):
     first, second = function(op), function(op, generator=seeded(7))
     assert not same(first, second)
     seeds = [value for key, value in tensors(second).items() if key.endswith("seed")]
-    assert seeds in ([7], [])  # bounds draws, but has nothing sampled to repeat
+    assert seeds in ([7], [])  # bounds record no seed, since they hold for any start
 
 
 @every

@@ -1,4 +1,4 @@
-"""Lower bounds of the eigenvalues that ``logdet`` finds: certain ones, likely ones, and none."""
+"""Lower bounds of the eigenvalues in ``logdet``: certain, likely, or unknown."""
 
 import math
 
@@ -141,7 +141,7 @@ def test_a_likely_floor_above_a_ritz_value_is_dropped():
 
 
 # ------------------------------------------------------------------------------------------
-# What log determinants make of them.
+# Log determinants with these bounds.
 @pytest.mark.parametrize("make", [SparseOperator, products_only])
 @pytest.mark.parametrize("matrix", [grid(150, 0.01), scaled(grid(150, 0.05), 0)])
 def test_a_log_determinant_of_many_sparse_rows_converges_without_a_floor(make, matrix):

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.parametrize("mode", MODES)
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_zero_matrix(dtype, mode):
+def test_a_zero_matrix_ends_after_one_step(dtype, mode):
     found = lanczos(
         DenseOperator(torch.zeros(9, 9, dtype=dtype)), num_steps=5, reorthogonalize=mode
     )
@@ -25,7 +25,7 @@ def test_zero_matrix(dtype, mode):
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_an_identity_that_returns_its_input(dtype, mode):
+def test_an_operator_may_return_its_input(dtype, mode):
     op = FunctionOperator(lambda x: x, n=9, dtype=dtype)
     found = lanczos(op, num_steps=9, reorthogonalize=mode)
     assert found.num_products == 1
@@ -34,7 +34,7 @@ def test_an_identity_that_returns_its_input(dtype, mode):
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_a_matrix_of_one_row(dtype, mode):
+def test_a_matrix_of_one_row_has_its_entry_as_value(dtype, mode):
     found = lanczos(
         DenseOperator(torch.tensor([[-3.0]], dtype=dtype)), num_steps=1, reorthogonalize=mode
     )
@@ -43,7 +43,7 @@ def test_a_matrix_of_one_row(dtype, mode):
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_rank_one(rng, dtype, mode):
+def test_a_matrix_of_rank_one_has_two_values(rng, dtype, mode):
     vector = torch.randn(200, 1, generator=rng, dtype=dtype)
     found = lanczos(LowRankOperator(vector), num_steps=50, reorthogonalize=mode)
     assert found.status.outcome == "breakdown"
@@ -85,7 +85,7 @@ def test_copies_of_a_repeated_eigenvalue_are_found_after_a_breakdown(dtype, mode
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_eigenvalues_from_1e_minus_30_to_1e30(dtype, mode):
+def test_eigenvalues_from_1e_minus_30_to_1e30_are_resolved(dtype, mode):
     entries = torch.logspace(-30, 30, 61, dtype=torch.float64).to(dtype)
     found = lanczos(DiagonalOperator(entries), num_steps=40, reorthogonalize=mode)
     assert bool(torch.isfinite(found.values).all())

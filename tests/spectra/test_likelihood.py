@@ -52,7 +52,8 @@ def test_the_gradient_of_the_form_is_that_of_dense(dtype):
     found, x = inverse_form(op, y, rtol=1e-4 if dtype == torch.float32 else 1e-7)
     gradient = form_gradient(op, y, x, wanted, found)
     for name, theirs in zip(wanted, truth, strict=True):
-        size = float(theirs.abs().max())  # the residual is small beside the whole, not each entry
+        # The residual is small relative to the norm, not to each entry.
+        size = float(theirs.abs().max())
         ours = gradient[name].mean.to(dtype)
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * size)
 

@@ -134,13 +134,13 @@ def test_the_trace_is_a_control_variate():
 
 
 @pytest.mark.parametrize("value", [2.0, 1e-9, 1e9])
-def test_one_eigenvalue_repeated(value):
+def test_the_logdet_of_a_multiple_of_the_identity_has_only_roundoff(value):
     matrix = value * torch.eye(90, dtype=torch.float64)
     found = ritz.logdet(hidden(matrix), num_products=40)
     assert float(found) == pytest.approx(90 * math.log(value), rel=1e-9)
 
 
-def test_condition_of_ten_to_the_fifteen(rng):
+def test_a_condition_number_of_1e15_leaves_two_digits(rng):
     op = with_spectrum(torch.logspace(-12, 3, 100, dtype=torch.float64), generator=rng)
     exact = float(torch.logspace(-12, 3, 100, dtype=torch.float64).log().sum())
     assert float(ritz.logdet(hidden(op.matrix), num_products=100)) == pytest.approx(exact, rel=0.02)
@@ -266,7 +266,7 @@ def test_no_more_products_are_spent_than_allowed(method, options, rng):
         return matrix @ block
 
     op = FunctionOperator(product, n=200, dtype=torch.float64)
-    before = sum(calls)  # what looking whether products are those of a symmetric matrix takes
+    before = sum(calls)  # products of the check for symmetry
     found = ritz.logdet(op, method=method, floor=0.9, **options)
     assert sum(calls) - before == found.num_products <= options["num_products"]
     exact = float(values.log().sum())
@@ -277,7 +277,7 @@ def test_no_more_products_are_spent_than_allowed(method, options, rng):
 
 
 @pytest.mark.parametrize("method", ["auto", "krylov", "lanczos", "chebyshev", "maxent"])
-def test_one_row(method):
+def test_the_logdet_of_one_row(method):
     found = ritz.logdet(hidden(torch.tensor([[3.0]], dtype=torch.float64)), method=method)
     assert float(found) == pytest.approx(math.log(3), rel=1e-6)
 
@@ -332,7 +332,7 @@ def holds(found, exact):
 
 
 def chain(n, shift):
-    """A second difference and a shift, known by products alone, and its log determinant."""
+    """A shifted second difference as a FunctionOperator, and its log determinant."""
 
     def product(block):
         out = (2 + shift) * block
@@ -458,14 +458,14 @@ def test_a_matrix_whose_factor_would_fill_is_sampled():
     assert "Lanczos quadrature" in ritz.logdet(op).method
 
 
-def test_rows_without_entries_do_no_harm():
+def test_a_matrix_with_empty_rows_is_not_positive_definite():
     matrix = sparse.coo_array(([1.0], ([0], [0])), shape=(30_000, 30_000)).tocsr()
     assert is_narrow(SparseOperator(matrix))
     with pytest.raises(NotPositiveDefiniteError, match="positive definite"):
         ritz.logdet(matrix, method="cholesky")
 
 
-def test_products_alone_are_never_factored():
+def test_a_function_operator_is_never_factored():
     op = FunctionOperator(lambda block: 2 * block, n=5, dtype=torch.float64)
     assert not is_small(op)
     assert not is_narrow(op)

@@ -54,7 +54,7 @@ def test_the_truth_lies_within_the_bars_for_any_condition_number(noise, lengthsc
     found = logdet_gradient(op, method="lanczos")
     assert_within(found, exact(op))
     assert all(estimate.status.ok for estimate in found.values())
-    # The means are far larger than the bars, or the test above would say little.
+    # The error bars are small, so the test above is not trivial.
     assert float(found["outputscale"].stderr) < 0.1 * float(found["outputscale"].mean)
 
 
@@ -163,7 +163,7 @@ def test_a_singular_matrix_is_refused(method):
         logdet_gradient(op, method=method, rtol=1e-12)
 
 
-def test_there_must_be_a_parameter_and_a_pass():
+def test_a_missing_parameter_or_gradient_is_named():
     op = operator()
     with pytest.raises(ValueError, match=r"no parameter of .* requires a gradient"):
         logdet_gradient(KernelOperator(op.points, noise=0.1))
@@ -206,7 +206,7 @@ def test_the_residual_bounds_the_error(rtol):
     gap = found.vectors - inverse_root(op, block)
     error = (gap * (op.matrix @ gap)).sum(0).sqrt() / block.norm(dim=0)
     assert bool((error <= found.residuals).all())
-    assert bool((error > found.residuals / 1000).all())  # a bound that means something
+    assert bool((error > found.residuals / 1000).all())  # the bound is not trivial
     assert bool((found.residuals <= rtol).all())
     assert found.status.outcome == "converged"
 

@@ -48,7 +48,7 @@ def atoms(nodes, m):
 
 
 def divergence(name, density):
-    """From the law to the density."""
+    """Kullback-Leibler divergence from the law to the density."""
     x, weights = points(LAWS[name][0])
     p = LAWS[name][1](x)
     q = density.log_pdf(torch.from_numpy(x)).numpy()
@@ -76,7 +76,7 @@ def test_thirty_moments_recover_the_density(name):
 
 @pytest.mark.parametrize("name", ["semicircle", "beta", "marchenko-pastur"])
 def test_the_divergence_falls_with_the_moments(name):
-    """Of those that are no maximum-entropy density of few moments themselves."""
+    # The other laws are themselves maximum-entropy densities of few moments.
     found = [divergence(name, recovered(name, m)) for m in (2, 5, 10, 20, 30)]
     assert all(b < a for a, b in pairwise(found))
     assert found[0] > 1e-3
@@ -152,7 +152,6 @@ def test_any_interval_shifts_and_scales_the_density(interval):
 
 
 def test_vectors_solved_together_equal_vectors_solved_alone():
-    """Easy, smooth, infeasible and with atoms: none must change its neighbours."""
     many = torch.stack([
         chebyshev_moments("uniform", 8), chebyshev_moments("semicircle", 8),
         atoms([0.3], 8), torch.tensor([1.0] + [1.5] * 8).double(), atoms([-1.0, 1.0], 8),
@@ -228,7 +227,7 @@ def test_too_few_steps_are_reported():
 
 @pytest.mark.parametrize("m", [1, 2])
 def test_few_moments_have_closed_forms(m):
-    """One: an exponential; two, of a narrow normal: that normal."""
+    """One moment gives an exponential; two moments of a narrow normal law give that law."""
     if m == 1:
         found = maxent(torch.tensor([1.0, 1 / math.tanh(2.0) - 0.5], dtype=torch.float64))
         torch.testing.assert_close(found.alphas, torch.tensor([-2.0]).double())
@@ -316,7 +315,7 @@ def test_the_log_determinant_of_a_matrix_is_near_the_truth():
 
 @pytest.mark.parametrize("m", [6, 30])
 def test_a_matrix_of_two_repeated_eigenvalues_has_a_density(m):
-    """Some of its standard errors are no more than roundoff, and not to be taken at their word."""
+    """Some of its standard errors are roundoff, far below the true errors of the moments."""
     values = torch.cat([torch.ones(40), 2 * torch.ones(40)])
     found = maxent(moments(with_spectrum(values, generator=seeded(0)), num_moments=m))
     assert found.status.outcome == "converged"
@@ -346,7 +345,7 @@ def law(centres, width, m):
 
 
 def powers(cheb, interval):
-    """Power moments of the variable itself, by exact integration of polynomials of it."""
+    """Power moments on the interval from Chebyshev moments, by exact quadrature."""
     low, high = interval
     m = len(cheb) - 1
     grid = Grid.make(m + 1, m)
@@ -362,7 +361,7 @@ def test_the_entropy_never_rises_as_moments_are_added(centres, width, prior):
     counts = (1, 2, 3, 5, 8, 12)
     found = [maxent(cheb[: m + 1], interval=INTERVAL, prior=prior) for m in counts]
     assert all(density.relaxation == 0 for density in found)
-    # Moments are off by 1e-9, times multipliers of up to a few hundred.
+    # Errors of 1e-9 in the moments are multiplied by up to a few hundred.
     assert all(b.entropy <= a.entropy + 1e-6 for a, b in pairwise(found))
     assert found[0].entropy <= (math.log(3.0) if prior == "flat" else 0.0) + 1e-9
 
@@ -380,7 +379,7 @@ def test_no_divergence_is_negative(one, width, other, spread, prior):
 
 @pytest.mark.parametrize("low", [1e-2, 1e-6, 1e-12])
 def test_a_prior_over_many_orders_of_magnitude_is_resolved(low):
-    """Its own moments, by the midpoint rule in the logarithm, whose error is below 1e-6."""
+    """The moments are those of the prior, by the midpoint rule in log x: errors below 1e-6."""
     size = 200_000
     logs = math.log(low) * (1 - (torch.arange(size, dtype=torch.float64) + 0.5) / size)
     x = logs.exp()
@@ -404,7 +403,7 @@ def test_a_prior_that_the_grid_does_not_resolve_gets_a_finer_one_or_is_named():
     fine = maxent(asked, interval=(1e-6, 1.0), prior=steep)
     assert fine.grid_size > 512
     assert fine.status.advice == ""
-    # The value of a rule in the logarithm of x, which resolves 1/x on few nodes.
+    # The expected value is by quadrature in log x, which resolves 1/x with few nodes.
     assert fine.entropy == pytest.approx(-0.325348, abs=1e-4)
     coarse = maxent(asked, interval=(1e-6, 1.0), prior=steep, grid_size=256)
     assert "for the prior" in coarse.status.message
@@ -448,7 +447,7 @@ def test_another_interval_than_that_of_the_moments_is_refused(basis):
 
 
 def test_power_moments_far_from_zero_are_matched_to_their_roundoff():
-    """Of degree 6 at 1000, three digits of eighteen are left: that is said, not taken for exact."""
+    """At 1000, the moment of degree 6 has three correct digits, and the result says so."""
     asked = powers(law([0.1, -0.3], 0.4, 6), (1000.0, 1002.0))
     found = maxent(asked, basis="power", interval=(1000.0, 1002.0))
     assert found.status.outcome == "converged"

@@ -17,7 +17,7 @@ def angles(size=6000):
 
 
 def integral(function, interval):
-    """By the cosine's substitution and the midpoint rule: for smooth integrands, to roundoff."""
+    """Integrate by the midpoint rule in the angle: exact to roundoff for smooth functions."""
     low, high = interval
     theta = angles()
     x = (low + high) / 2 - (high - low) / 2 * theta.cos()
@@ -100,7 +100,7 @@ def test_moments_and_expectations_are_integrals(found):
 
 
 def relative(name, x):
-    """The prior as a density."""
+    """Values of the prior, not normalised."""
     low, high = INTERVAL
     edges = ((x - low) * (high - x)).sqrt()
     values = {
@@ -169,7 +169,7 @@ def test_the_divergence_is_infinite_where_the_other_vanishes(flat):
 
 
 def test_underflow_of_the_density_adds_no_divergence():
-    """A peak has no mass where the other vanishes, as far as can be computed: not NaN."""
+    """The mass of the peak underflows to zero where the other density is zero."""
     peak = of_law(bump(0.3, 0.01), 2, interval=(-1.0, 1.0))
     other = maxent(torch.tensor([1.0, 0.0]), interval=(-1.0, 0.9))
     assert peak.kl(other) == pytest.approx(math.log(1.9) - peak.entropy, abs=1e-9)
@@ -193,7 +193,7 @@ def test_the_divergence_to_another_kind_of_density(flat, method):
         assert near == pytest.approx(exact, abs=1e-8)
 
 
-def test_points_have_no_divergence(flat):
+def test_a_discrete_density_has_no_divergence(flat):
     op = with_spectrum(torch.linspace(1, 2, 30), generator=seeded(0))
     with pytest.raises(TypeError, match="smoothed"):
         flat.kl(density(op, num_probes=2, num_steps=5))

@@ -16,12 +16,12 @@ def normal(*shape, seed=0):
 
 
 def moments_of(nodes, m):
-    """Chebyshev moments of equal atoms, one row of nodes a vector, from degree 1."""
+    """Chebyshev moments from degree 1 of atoms of equal weight, for each row of nodes."""
     return chebyshev(nodes, m)[..., 1:].mean(-2)
 
 
 def dual(alphas, targets, ridge, log_prior):
-    """By a Gauss rule of its own."""
+    """The dual function, by a Gauss rule written here."""
     nodes, weights = (torch.from_numpy(array) for array in leggauss(400))
     basis = torch.cos(torch.arccos(nodes)[:, None] * torch.arange(1, len(alphas) + 1))
     log_partition = (weights.log() + log_prior(nodes) - basis @ alphas).logsumexp(0)
@@ -46,7 +46,7 @@ def test_the_polynomials_are_those_of_numpy():
 
 @pytest.mark.parametrize("prior", [torch.zeros_like, lambda x: 0.5 * x - x**2], ids=["flat", "own"])
 def test_at_the_minimum_the_gradient_of_the_dual_is_zero(prior):
-    """Autograd of the dual by another quadrature, so its gradient too is tested."""
+    """The gradient is that of autograd through another quadrature."""
     targets = moments_of(0.7 * normal(1, 400).clamp(-1.4, 1.4), M)
     ridge = 1e-3 * normal(1, M, seed=1).square()
     grid = Grid.make(256, 2 * M)
@@ -73,7 +73,7 @@ def first_step(alphas_at):
 
 
 def test_the_first_step_is_the_damped_newton_step_of_autograd():
-    """The gradient and the Hessian at a random point: the prior carries the point."""
+    """The point is random: its multipliers are in the exponent of the prior."""
     point = 0.3 * normal(M, seed=4)
     step, targets, ridge = first_step(point)
 
@@ -140,7 +140,7 @@ def test_a_finer_grid_detects_what_a_coarse_one_does_not_resolve():
 
 @pytest.mark.parametrize("degree", [0, 1, 2, 3, 30, 200])
 def test_the_polynomials_of_a_grid_are_cosines(degree):
-    """By doubling, to ``degree ** 1.6`` roundoffs: 1e-12 at degree 200."""
+    """The doubling formula has an error of ``degree ** 1.6`` roundoffs: 1e-12 at degree 200."""
     grid = Grid.make(400, degree)
 
     assert grid.polynomials.shape == (400, degree + 1)

@@ -1,4 +1,4 @@
-"""Moments that are hard or impossible: each ends soon, and says how."""
+"""Moments that are hard or impossible to match: each run ends early and reports how."""
 
 import math
 
@@ -18,7 +18,7 @@ def atoms(nodes, m):
 
 
 def check_honest(found, asked):
-    """Either it converged, to something that is near the moments or says that it is not."""
+    """A result matches its moments, reports their relaxation, or reports its failure."""
     assert found.num_steps <= STEPS
     off = float((found.fitted - asked[1:]).abs().max())
     assert found.moment_error == pytest.approx(off, abs=1e-12)
@@ -40,7 +40,7 @@ def check_honest(found, asked):
 @pytest.mark.parametrize(
     "nodes", [[1.0], [-1.0], [0.3], [-1.0, 1.0], [-0.5, 0.5], [0.1, 0.11], [-0.9, 0.2, 0.3, 1.0]]
 )
-def test_atoms(nodes, m):
+def test_moments_of_atoms_are_matched_or_relaxed(nodes, m):
     asked = atoms(nodes, m)
     found = maxent(asked)
     check_honest(found, asked)
@@ -51,7 +51,7 @@ def test_atoms(nodes, m):
 
 @pytest.mark.parametrize("m", [1, 2, 10, 30, 100])
 @pytest.mark.parametrize("kind", ["too large", "no variance", "random", "wild", "alternating"])
-def test_infeasible_moments(kind, m):
+def test_infeasible_moments_are_relaxed_or_reported(kind, m):
     given = {
         "too large": torch.full((m,), 1.5),
         "no variance": torch.full((m,), -1.0),
@@ -65,7 +65,7 @@ def test_infeasible_moments(kind, m):
     assert found.relaxation > 0 or not found.status.ok
 
 
-def test_infeasible_moments_do_not_burn_the_steps_of_every_variance():
+def test_infeasible_moments_are_given_up_early():
     many = torch.cat([torch.ones(200, 1), torch.randn(200, 30, generator=seeded(0))], 1).double()
     found = maxent(many)
     assert max(density.num_steps for density in found) <= 250
@@ -73,8 +73,8 @@ def test_infeasible_moments_do_not_burn_the_steps_of_every_variance():
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.5, -0.999, 0.999999, 1.0])
-def test_one_moment(mean):
-    """An exponential, whose multiplier solves ``coth(a) - 1/a = mean``."""
+def test_one_moment_gives_an_exponential(mean):
+    """Its rate a solves ``coth(a) - 1/a = mean``."""
     asked = torch.tensor([1.0, mean], dtype=torch.float64)
     found = maxent(asked)
     check_honest(found, asked)
@@ -85,7 +85,7 @@ def test_one_moment(mean):
 
 
 @pytest.mark.parametrize("m", [4, 30])
-def test_an_eigenvalue_at_exactly_the_upper_bound(m):
+def test_an_eigenvalue_at_the_upper_bound_is_allowed(m):
     values = torch.cat([torch.linspace(0.1, 0.6, 99), torch.ones(1)]).double()
     op = with_spectrum(values, generator=seeded(0))
     found = maxent(moments(op, num_moments=m, interval=(0.0, 1.0), num_probes=20))
@@ -95,14 +95,14 @@ def test_an_eigenvalue_at_exactly_the_upper_bound(m):
 
 
 @pytest.mark.parametrize("value", [1.0, 1e-9, -3e7])
-def test_one_eigenvalue_repeated(value):
+def test_one_repeated_eigenvalue_gives_a_narrow_density(value):
     found = maxent(moments(value * torch.eye(50, dtype=torch.float64), num_moments=20))
     assert found.num_steps <= STEPS
     assert found.status.outcome == "converged"
     assert found.moment(1) == pytest.approx(value, rel=1e-3)
 
 
-def test_a_multiple_of_the_identity_at_the_end_of_the_interval():
+def test_a_multiple_of_the_identity_at_the_end_of_the_interval_is_allowed():
     measured = moments(torch.eye(50).double(), num_moments=20, interval=(0.0, 1.0))
     found = maxent(measured)
     check_honest(found, measured.mean)

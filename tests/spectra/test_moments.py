@@ -99,7 +99,7 @@ def test_an_interval_that_misses_the_spectrum_is_refused(basis, interval):
         moments(counting([]), num_moments=40, basis=basis, interval=interval)
 
 
-def test_even_one_moment_shows_that_the_interval_misses():
+def test_one_moment_is_enough_to_notice_a_wrong_interval():
     with pytest.raises(ValueError, match="moment of degree 1 is 9, above 1"):
         moments(5 * torch.eye(4), num_moments=1, interval=(0.0, 1.0))
 
@@ -166,7 +166,7 @@ def test_the_standard_errors_are_honest():
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("value", [0.0, 1.0, -3e20])
-def test_a_multiple_of_the_identity_is_a_point(value, dtype):
+def test_moments_of_a_multiple_of_the_identity_are_those_of_one_point(value, dtype):
     found = moments(DenseOperator(value * torch.eye(6, dtype=dtype)), num_moments=30)
     low, high = found.interval
     assert low < value < high

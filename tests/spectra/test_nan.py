@@ -1,4 +1,4 @@
-"""No comparison of an error passes on NaN: a product that is not finite is never a good result."""
+"""A product with NaN gives an error or a failed status, because no comparison passes on NaN."""
 
 import ast
 import math
@@ -69,7 +69,7 @@ def test_a_product_that_is_not_finite_gives_an_error_or_a_failed_status(name, ca
         return result
 
     op = FunctionOperator(product, n=N, dtype=torch.float64)
-    calls = 0  # of the estimator alone
+    calls = 0  # the construction of the operator may have multiplied too
     try:
         result = ESTIMATORS[name](op)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Long runs go on from where they were, bit for bit."""
+"""Interrupted runs are resumed from their state and give the same bits."""
 
 import random
 import signal
@@ -28,12 +28,12 @@ class InterruptedRunError(Exception):
 
 
 def whole_or_pairs(op, **settings):
-    """A run for extreme pairs where those are wanted, for the whole spectrum otherwise."""
+    """Call ``eigenpairs`` if pairs are asked for, else ``lanczos``."""
     return eigenpairs(op, **settings) if "largest" in settings else lanczos(op, **settings)
 
 
 def failing(op, *, after):
-    """The operator, until its product number ``after``."""
+    """The operator, which raises at product number ``after``."""
     calls = []
 
     def product(block):
@@ -69,12 +69,12 @@ def test_a_run_interrupted_twice_ends_with_the_same_bits(rng, tmp_path, kind, dt
     counted = FunctionOperator(lambda x: calls.append(1) or op @ x, n=150, dtype=dtype)
     found = whole_or_pairs(counted, state=tmp_path / "state", save_interval=0.0, **RUNS[kind])
     assert_same_bits(found, expected)
-    # The second and the third begin with a product that the state knows.
+    # Each resumed run repeats the last product of the state, to recognise the operator.
     assert len(calls) == expected.num_products - 27 + 1
 
 
 def blocks(op, **options):
-    """Runs of which the third closes its space after two steps, and the others go on."""
+    """Three runs, of which the last ends after two steps."""
     starts = torch.randn(30, 3, generator=seeded(4), dtype=op.dtype)
     starts[:, 2] = 0
     starts[:2, 2] = 1
@@ -110,7 +110,7 @@ def test_a_state_of_another_number_of_probes_is_refused(rng, tmp_path):
 
 
 def test_every_vector_of_the_basis_is_written_once(rng, tmp_path, monkeypatch):
-    """A save costs what is new since the last one, however long the run has been."""
+    """A save writes only the vectors that are new since the last one."""
     real, written = journal.write_tensors, []
 
     def count(path, tensors, header):
@@ -239,7 +239,7 @@ ritz.save(found, out)
 
 @pytest.fixture
 def run(tmp_path):
-    """Run in a process of its own, by the name of its files; return its exit code."""
+    """Run in another process, which writes files of the given name; return its exit code."""
 
     def finished(name, kind, *, last=0, moment=0.0):
         paths = [tmp_path / name, tmp_path / f"{name}.out"]
@@ -253,7 +253,7 @@ def run(tmp_path):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["restarted", "vectors"])
-def test_ten_kills_at_random_moments_change_no_bit_of_the_result(tmp_path, run, kind):
+def test_ten_kills_at_random_times_change_no_bit_of_the_result(tmp_path, run, kind):
     assert run("calm", kind) == 0
     moments = random.Random(7)
     for _ in range(10):
@@ -263,7 +263,7 @@ def test_ten_kills_at_random_moments_change_no_bit_of_the_result(tmp_path, run, 
 
 
 @pytest.mark.timeout(300)
-def test_kills_between_a_part_and_the_head_that_commits_it_change_no_bit(tmp_path, run):
+def test_a_kill_between_the_two_files_of_a_save_changes_no_bit(tmp_path, run):
     assert run("calm", "vectors") == 0
     # A save renames a part, a head, the older head and the head again: each is the last once.
     for last in range(1, 10):
@@ -272,7 +272,7 @@ def test_kills_between_a_part_and_the_head_that_commits_it_change_no_bit(tmp_pat
     assert (tmp_path / "killed.out").read_bytes() == (tmp_path / "calm.out").read_bytes()
 
 
-def test_files_of_others_beside_a_state_are_spared(rng, tmp_path):
+def test_other_files_beside_a_state_are_kept(rng, tmp_path):
     op = ritz.as_operator(wigner(60, generator=rng))
     others = [
         "model.fold1.train-acc.csv",
@@ -350,8 +350,8 @@ def test_roundoff_of_another_order_of_sums_is_no_difference(rng, tmp_path, kind,
 
 @pytest.mark.parametrize("mode", ["full", "partial", "none"])
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_data_of_the_same_norms_are_noticed_by_the_vector(rng, tmp_path, mode, dtype):
-    """Rotated in the complement of the vector: norm and quadratic form are as they were."""
+def test_other_data_of_the_same_norms_are_refused(rng, tmp_path, mode, dtype):
+    """The product is reflected at the vector: its norm and quadratic form stay the same."""
     op, settings = wigner(150, dtype=dtype, generator=rng), {"num_steps": 40}
     settings["reorthogonalize"] = mode
     interrupted(op, tmp_path / "state", after=9, **settings)

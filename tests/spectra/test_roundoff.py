@@ -106,7 +106,7 @@ WHOLE = {
 def test_the_interval_of_a_whole_basis_contains_the_exact_value(name):
     run, truth = WHOLE[name]
     for seed in range(5):
-        # Roundoff in the entries, so that there is some to state.
+        # Division by 3 rounds the entries, so the products are not exact.
         matrix = exact_matrix(64, seed)[0] / 3
         estimate = run(hidden(matrix))
         assert estimate.stderr.max() == 0
@@ -117,7 +117,7 @@ def test_the_interval_of_a_whole_basis_contains_the_exact_value(name):
 @pytest.mark.parametrize("method", ["auto", "krylov", "eigenvalues", "lanczos"])
 @pytest.mark.parametrize("n", [6, 8, 10, 11, 12])
 def test_the_inverse_of_a_hilbert_matrix_has_the_error_of_its_condition_number(method, n):
-    # Condition numbers from 1e7 to 1e16: the error grows with them, and so must the bar.
+    # The condition numbers are 1e7 to 1e16, and the error grows with them.
     matrix = torch.from_numpy(hilbert(n)).double()
     truth = float(invhilbert(n, exact=False).trace())
     estimate = ritz.trace_function(matrix, torch.reciprocal, num_steps=n, method=method)
@@ -128,7 +128,7 @@ def test_the_inverse_of_a_hilbert_matrix_has_the_error_of_its_condition_number(m
 
 
 def test_the_bar_of_xtrace_is_not_below_roundoff(rng):
-    # With more probes than the rank there is nothing to sample: the samples differ by roundoff.
+    # With more probes than the rank, the samples differ only by roundoff.
     factor = torch.randn(43, 10, generator=rng, dtype=torch.float64)
     matrix = factor @ factor.T
     with mpmath.workdps(40):
@@ -178,7 +178,7 @@ def test_a_singular_matrix_has_no_factor(form, n):
 
 
 def test_a_norm_by_unit_vectors_is_within_its_error_for_entries_of_one_size():
-    """Added up one by one, 256 nearly equal squares lose 12 units of roundoff."""
+    """A plain sum of 256 nearly equal squares loses 12 units of roundoff."""
     eigenvalues = torch.tensor([100.0, 50.0, 20.0] + [0.1] * 253, dtype=torch.float64)
     signs = torch.from_numpy(hadamard(256)).double()
 
@@ -189,7 +189,7 @@ def test_a_norm_by_unit_vectors_is_within_its_error_for_entries_of_one_size():
 
 @pytest.mark.parametrize("method", ["xtrace", "hutch++"])
 def test_a_trace_of_millions_of_float32_rows_holds_its_roundoff(method):
-    # Sums of torch over 2 million rows lose four digits of those that float32 has.
+    # Sums of torch over 2 million float32 rows lose four digits.
     u = torch.rand(2_000_000, 1, generator=seeded(1))
     u /= float(u.double().norm())
 

@@ -1,4 +1,4 @@
-"""Converged means that all errors together are within the tolerance, also if ill conditioned."""
+"""A converged result is within its tolerance, for ill-conditioned matrices too."""
 
 import pytest
 import torch
@@ -33,7 +33,6 @@ def outcomes(run, truth, rtol, seeds):
         estimate = run(seeded(seed))
         right = abs(float(estimate) - truth) <= rtol * abs(truth)
         results.append((estimate.status.outcome, right))
-        # The outcome is what the error bars say.
         within = float(estimate.error()) <= rtol * abs(float(estimate))
         assert (estimate.status.outcome == "converged") == within
         assert estimate.status.ok == within
