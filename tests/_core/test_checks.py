@@ -6,6 +6,8 @@ from ritz._core.checks import (
     check_count,
     check_device,
     check_finite,
+    check_interval,
+    check_number,
     check_positive,
     check_range,
     check_real_floating,
@@ -60,6 +62,20 @@ def test_zero_is_accepted_only_on_request():
         check_positive("decay", -0.1, zero=True)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_is_finite(value):
+    check_number("mean", -1e300)
+    with pytest.raises(ValueError, match=f"mean must be finite, got {value}"):
+        check_number("mean", value)
+
+
+@pytest.mark.parametrize("interval", [3, (1.0,), (1.0, 2.0, 3.0)])
+def test_an_interval_is_a_pair(interval):
+    check_interval("interval", (0.0, 1.0))
+    with pytest.raises(ValueError, match="interval must be a pair of numbers, got"):
+        check_interval("interval", interval)
+
+
 def test_type_error_describes_the_expected_type_and_names_the_actual_one():
     check_type("name", "mlp", str, "a string")
     with pytest.raises(TypeError, match=r"^name must be a string, got int$"):
@@ -104,6 +120,14 @@ def test_tensor_error_says_which_property_is_wrong(tensor, error, match):
 def test_tensor_may_be_a_vector_or_a_block():
     for shape in ((3,), (3, 5), (3, 0)):
         check_tensor("block", torch.zeros(shape), dtype=torch.float32, device=CPU, rows=3)
+
+
+def test_a_tensor_may_be_required_to_be_a_vector_or_a_block():
+    for ndim, shape, expected in ((1, (3, 1), r"\(3,\)"), (2, (3,), r"\(3, k\)")):
+        with pytest.raises(ValueError, match=f"block must be {expected}, got"):
+            check_tensor(
+                "block", torch.zeros(shape), dtype=torch.float32, device=CPU, rows=3, ndim=ndim
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])

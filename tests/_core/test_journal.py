@@ -1,9 +1,10 @@
-"""Resumable state: saved at intervals, resumed bit for bit, refused if of another computation."""
+"""States: saved at intervals, resumed bit for bit, refused by another computation."""
 
 import signal
 
 import pytest
 import torch
+from matrices import seeded
 from processes import run_processes, start
 
 from ritz._core import journal as module
@@ -25,7 +26,7 @@ def names(folder):
 def test_a_state_is_restored_bit_for_bit(tmp_path):
     state = {
         "rows": [(0.1, float("nan")), (1 / 3, -0.0)],
-        "vector": torch.randn(5, generator=torch.Generator().manual_seed(0)),
+        "vector": torch.randn(5, generator=seeded(0)),
         "result": lanczos(torch.eye(3), num_steps=1),
     }
     opened(tmp_path / "state").save(state, step=2)
@@ -109,7 +110,7 @@ def test_the_error_without_a_usable_state_says_what_to_do(tmp_path):
 
 
 def restored(path):
-    """The two blocks of vectors of a state, put together from its files."""
+    """The two blocks of vectors of a state, read from its files."""
     blocks = [[], []]
 
     def restore(state, parts):
@@ -131,7 +132,7 @@ def test_vectors_are_written_once_and_read_back_in_order(tmp_path, monkeypatch):
         real(path, tensors, header)
 
     monkeypatch.setattr(module, "write_tensors", count)
-    basis = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    basis = torch.randn(6, 4, generator=seeded(1))
     journal = opened(tmp_path / "state")
     for size in (2, 3, 6):  # the second block stops growing at two rows
         journal.save(size, step=size, vectors=[basis[:size], basis[:2]])
@@ -157,7 +158,7 @@ def test_a_new_generation_writes_all_vectors_and_removes_the_old_ones(tmp_path):
 
 
 def test_damaged_vectors_fall_back_to_the_previous_state(tmp_path):
-    basis = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
+    basis = torch.randn(4, 3, generator=seeded(2))
     journal = opened(tmp_path / "state")
     for size in (2, 4):
         journal.save(size, step=size, vectors=[basis[:size], basis[:size]])

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from matrices import seeded
 
 from ritz._core.random import probes, resolve_generator
 
@@ -13,8 +14,8 @@ def draw(n, k, kind, generator, dtype=torch.float64):
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1, 1), (2, 3), (4, 1)])
 def test_probes_do_not_depend_on_the_block_size(kind, widths):
-    whole = draw(7, 5, kind, torch.Generator().manual_seed(3))
-    generator = torch.Generator().manual_seed(3)
+    whole = draw(7, 5, kind, seeded(3))
+    generator = seeded(3)
     pieces = torch.cat([draw(7, k, kind, generator) for k in widths], dim=1)
     assert torch.equal(whole, pieces)
 
@@ -38,7 +39,7 @@ def test_an_unknown_distribution_is_rejected(rng):
 def test_default_generator_has_seed_zero_and_is_not_the_global_one():
     state = torch.get_rng_state()
     first = draw(9, 1, "gaussian", resolve_generator(None))
-    assert torch.equal(first, draw(9, 1, "gaussian", torch.Generator().manual_seed(0)))
+    assert torch.equal(first, draw(9, 1, "gaussian", seeded(0)))
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -119,7 +119,7 @@ def test_the_interval_of_normal_samples_is_students_but_for_few_samples(count, e
     samples = normal_quantiles(count)
     found = Estimate.of(samples, method="probes", num_products=count).error(level)
     student = stats.t.ppf(0.5 + level / 2, count - 1) * float(samples.std()) / math.sqrt(count)
-    # Whether few samples are skewed cannot be seen, so their interval is wider.
+    # The skewness of few samples cannot be estimated, so their interval is wider.
     assert student * 0.98 <= float(found) <= student * (1 + excess)
 
 
@@ -170,11 +170,11 @@ def test_the_interval_of_skewed_samples_is_wider(rng):
     student = float(stats.t.ppf(0.975, 11)) * estimates.stderr
     held = [float(((estimates.mean - 1).abs() <= half).double().mean()) for half in
             (student, estimates.error())]  # fmt: skip
-    # Student's interval of chi-squared samples is short; widened, it holds the mean more often.
+    # Student's interval of chi-squared samples is too short.
     assert held[0] < held[1] - 0.005
     assert held[1] > 0.9
     assert bool((estimates.error() >= student).all())
-    # The mirror image is as skewed.
+    # The error does not depend on the sign of the skewness.
     torch.testing.assert_close(estimates.scaled(-1).error(), estimates.error())
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from matrices import seeded
 from safetensors.torch import save_file
 
 from ritz._core import storage
@@ -48,7 +49,7 @@ RESULT = Estimate(
 def tensors(draw):
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     dtype = draw(st.sampled_from(DTYPES))
-    return torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return torch.randint(0, 2, shape, generator=seeded(1)).to(dtype)
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | tensors()
@@ -91,6 +92,11 @@ def test_an_estimate_survives_a_round_trip(tmp_path):
     assert isinstance(found, Estimate)
     assert found.status == RESULT.status
     torch.testing.assert_close(found.samples, RESULT.samples, rtol=0, atol=0)
+
+
+def test_the_repr_of_a_result_is_its_summary():
+    assert repr(RESULT) == str(RESULT)
+    assert "tensor" not in repr([RESULT])
 
 
 def test_fields_that_share_memory_can_be_saved(tmp_path):

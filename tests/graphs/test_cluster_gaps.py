@@ -1,10 +1,11 @@
-"""Clusters with moderate links, whose gap is not the widest; and graphs that have none."""
+"""Gaps that are not the widest, and graphs without a gap."""
 
 import math
 
 import networkx
 import pytest
 import torch
+from matrices import seeded
 
 from ritz import graphs
 from ritz.graphs._clusters import Sampled
@@ -22,13 +23,9 @@ WHOLE = "no gap between clusters: the graph is connected"
 
 
 def one_fast(seeds):
-    """All seeds, of which the first is for every day."""
+    """Parameters for all seeds; those after the first are slow tests."""
     first, *others = seeds
     return [first, *(pytest.param(seed, marks=pytest.mark.slow) for seed in others)]
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def block_model(name, seed):
@@ -43,7 +40,7 @@ def disjoint(parts):
 
 @pytest.fixture(params=["all eigenvalues", "sampling"])
 def way(request, monkeypatch):
-    """Count as in a small graph, and as in a large one."""
+    """Count as in a small graph and as in a large one."""
     if request.param == "sampling":
         monkeypatch.setattr("ritz.graphs._clusters.SMALL", 0)
 
@@ -55,7 +52,7 @@ def test_clusters_with_moderate_links_are_found(way, name, seed):
     found = graphs.count_clusters(graph, generator=seeded(seed))
     assert (found.count, found.certified) == (count, True)
     values = graphs.eigenvalues(graph)
-    # A Ritz value is that close to its eigenvalue once the filter has done its work.
+    # Ritz values of the filtered block are within 1e-3 of the eigenvalues.
     assert found.gap[0] == pytest.approx(float(values[count - 1]), abs=1e-3)
     assert found.gap[0] < found.threshold < found.gap[1] < float(values[count]) + 1e-3
 
@@ -73,7 +70,7 @@ def test_every_method_considers_gaps_beyond_the_first_one_above_zero(name, metho
 
 
 def test_a_gap_with_few_eigenvalues_above_it_is_judged_by_their_spacings():
-    # A hundred vertices beside nine hundred: 14 eigenvalues in an equal stretch above the gap.
+    # Above the gap, 14 eigenvalues lie within its width.
     found = graphs.count_clusters(block_model("900 and 100", 0), method="krylov")
     assert found.count == 2
 
@@ -87,6 +84,8 @@ NO_CLUSTERS = {
     "attached": lambda: graphs.as_graph(networkx.barabasi_albert_graph(1000, 5, seed=0)),
     "rewired": lambda: graphs.as_graph(networkx.watts_strogatz_graph(1000, 10, 0.3, seed=0)),
     "regular": lambda: graphs.as_graph(networkx.random_regular_graph(4, 1000, seed=0)),
+    "path": lambda: graphs.as_graph(networkx.path_graph(1000)),
+    "cycle": lambda: graphs.as_graph(networkx.cycle_graph(1000)),
     "grid": lambda: graphs.as_graph(networkx.grid_2d_graph(20, 20)),
     "cube": lambda: graphs.as_graph(networkx.grid_graph([8, 8, 8])),
     "hypercube": lambda: graphs.as_graph(networkx.hypercube_graph(8)),
@@ -94,8 +93,8 @@ NO_CLUSTERS = {
 
 
 def graphs_and_methods():
-    """Every graph by the default; by the others, a graph of each kind every day."""
-    daily = ("random", "attached", "rewired", "grid")
+    """Every graph with every method; methods that are not the default are partly slow tests."""
+    daily = ("random", "attached", "rewired", "grid", "path")
     for name in NO_CLUSTERS:
         yield name, "auto"
         marks = () if name in daily else pytest.mark.slow
@@ -107,6 +106,7 @@ def test_graphs_without_clusters_have_no_count(way, name, method):
     found = graphs.count_clusters(NO_CLUSTERS[name](), method=method, generator=seeded(3))
     assert found.count is None
     assert found.reason.startswith((WHOLE, "no gap: "))
+    assert f"No count: {found.reason}" in str(found)
     assert found.status.ok
 
 
@@ -118,7 +118,7 @@ def test_a_short_cycle_whose_eigenvalues_are_resolved_has_no_gap(way, method):
 
 
 def test_the_reason_for_a_grid_names_its_second_eigenvalue():
-    # Its second eigenvalue is 0.007, and after it they follow each other up to the bulk.
+    # Above the second eigenvalue, 0.007, there is no gap up to the bulk.
     found = graphs.count_clusters(graphs.as_graph(networkx.grid_2d_graph(20, 20)))
     second = float(graphs.eigenvalues(networkx.grid_2d_graph(20, 20))[1])
     assert f"above 0 (the first is {second:.3g})" in found.reason
@@ -147,7 +147,7 @@ def test_without_a_gap_the_count_is_the_number_of_components_with_a_reason(metho
 
 
 def test_components_without_further_gap_are_the_clusters(way):
-    # Twelve paths of four vertices: 0, 1/2, 3/2 and 2, and the gap above 1/2 divides nothing.
+    # A path of four vertices has the eigenvalues 0, 1/2, 3/2 and 2.
     assert graphs.count_clusters(disjoint([networkx.path_graph(4)] * 12)).count == 12
 
 
@@ -157,17 +157,19 @@ def values(*parts):
 
 def test_a_gap_is_accepted_only_if_the_spacings_above_it_are_small():
     gap = Gap(low=0.3, high=0.6, threshold=0.4)
-    close = torch.linspace(0.6, 0.7, TUNING.crowd + 1, dtype=torch.float64)
+    close = torch.linspace(0.6, 0.7, TUNING.fewest_above + 1, dtype=torch.float64)
     assert stands_out(gap, close)
     assert not stands_out(gap, close[:-1])  # too few to tell
-    assert not stands_out(gap, torch.linspace(0.6, 1.4, TUNING.crowd + 1, dtype=torch.float64))
-    # All in an equal stretch, but with a gap between them that is two thirds as wide.
-    ladder = values([0.6], torch.linspace(0.82, 0.84, TUNING.crowd))
+    assert not stands_out(
+        gap, torch.linspace(0.6, 1.4, TUNING.fewest_above + 1, dtype=torch.float64)
+    )
+    # All are within the width of the gap, but there is another gap, two thirds as wide.
+    ladder = values([0.6], torch.linspace(0.82, 0.84, TUNING.fewest_above))
     assert not stands_out(gap, ladder)
 
 
 def test_the_gap_above_zero_is_skipped():
-    above = torch.linspace(0.7, 0.8, TUNING.crowd + 1, dtype=torch.float64)
+    above = torch.linspace(0.7, 0.8, TUNING.fewest_above + 1, dtype=torch.float64)
     stretch = Gap(low=0.81, high=0.9, threshold=0.85)
     gap = widest_crowded(values([0.4, 0.45], above), stretch)
     assert (gap.low, gap.high) == (0.45, 0.7)
@@ -177,7 +179,7 @@ def test_the_gap_above_zero_is_skipped():
 
 
 class Flat:
-    """Fifty eigenvalues to a unit, none of them uncertain."""
+    """A density of fifty eigenvalues per unit, without error."""
 
     def cdf(self, points):
         return points / 2
@@ -204,8 +206,8 @@ def test_the_next_gap_is_the_widest_unless_another_above_has_a_similar_width():
     assert next_gap() is None
     assert next_gap((0.3, 0.301)) is None  # narrower than moments resolve
     assert next_gap((0.3, 0.5), (0.6, 0.62)) == (0.3, 0.5)
-    assert next_gap((0.3, 0.5), (0.6, 0.8)) is None  # a ladder
+    assert next_gap((0.3, 0.5), (0.6, 0.8)) is None  # gaps of equal width
     assert next_gap((0.3, 0.5), (0.6, 1.0)) == (0.6, 1.0)
-    # A tenth of an eigenvalue lies between: noise.
+    # Only 0.1 eigenvalues lie between the two, so they are one gap.
     assert next_gap((0.3, 0.4), (0.402, 0.5)) == (0.3, 0.5)
-    assert next_gap((0.202, 0.5)) is None  # part of the first
+    assert next_gap((0.202, 0.5)) is None  # a part of the first gap

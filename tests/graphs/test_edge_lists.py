@@ -1,4 +1,4 @@
-"""Edge lists: separators, comments, ids, weights, and what repeats, loops and directions mean."""
+"""Edge lists: separators, comments, ids, weights, repeated edges, loops and directions."""
 
 import gzip
 import random

@@ -1,4 +1,4 @@
-"""Matrix Market, GML, GraphML and METIS, against what NetworkX and SciPy read."""
+"""Matrix Market, GML, GraphML and METIS files against NetworkX and SciPy."""
 
 import bz2
 import gzip
@@ -16,7 +16,7 @@ from ritz.graphs._io import lines
 
 
 def karate():
-    """A weighted graph with an isolated vertex; the club of NetworkX has weights."""
+    """The karate club with its weights and an isolated vertex."""
     graph = nx.Graph(nx.karate_club_graph())
     graph.add_node(34)
     return graph

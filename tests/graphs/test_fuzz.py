@@ -1,4 +1,4 @@
-"""Edge lists made to confuse: nothing is lost, nothing else is raised, and every edge is right."""
+"""Random and damaged edge lists: valid edges are read, and only documented errors raised."""
 
 import bz2
 import gzip
@@ -54,7 +54,7 @@ WORDS = [
 
 
 def fuzzed(rng):
-    """Lines most of which are good, of two or three columns, some of them damaged."""
+    """Lines of two or three columns, some of them damaged."""
     columns = rng.choice([2, 2, 3])
     lines = []
     for _ in range(rng.randrange(1, 12)):
@@ -79,12 +79,12 @@ def fuzzed(rng):
 
 
 def reference(data):
-    """Edges and the number of rejects by the plainest means, line after line."""
+    """Edges and number of rejected lines, by a parser that reads line by line."""
     columns, edges, rejected, lines = None, [], 0, []
     for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
         words = re.split(rb"[ \t\r\n\x0b\x0c,;]+", re.split(rb"[#%]", line)[0])
         lines += [[word for word in words if word]] if any(words) else []
-    # Names, if most lines have one.
+    # Vertices have names if most lines contain one.
     named = 2 * sum(any(map(is_name, words[:2])) for words in lines) > len(lines)
     for words in lines:
         edge = None
@@ -178,7 +178,7 @@ def test_random_edge_lists_agree_with_a_plain_parser(tmp_path, seed):
         kinds["accepted"] += len(edges)
         kinds["rejected"] += rejected
         check(tmp_path / "edges.txt", data)
-    # The files are a fair mixture: neither all good nor all bad.
+    # The files contain both valid and invalid lines.
     assert kinds["accepted"] > count
     assert kinds["rejected"] > count / 2
 
@@ -194,8 +194,6 @@ SOUND = {
     '<edge source="b" target="c"/></graph></graphml>',
     "metis": "% c\n4 3 001\n2 5 3 1\n1 5\n1 1 4 2\n3 2\n",
 }
-
-
 SOUND["array"] = "%%MatrixMarket matrix array real general\n2 2\n0\n1.5\n1.5\n0\n"
 SOUND["names"] = "# who whom\nann bob 2\nbob cy 1\ncy dora 1e-3\ndora ann 1\n"
 SOUND["gzip"] = gzip.compress(b"0 1\n1 2 \n2 3\n" * 9, mtime=0)

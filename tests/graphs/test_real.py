@@ -1,4 +1,4 @@
-"""Published graphs, where ``RITZ_DATA`` names a folder with them: counts as published."""
+"""Counts of vertices and edges of published graphs, if ``RITZ_DATA`` names a folder with them."""
 
 import os
 from pathlib import Path

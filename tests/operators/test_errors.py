@@ -21,6 +21,7 @@ from ritz.operators import (
     SparseOperator,
     as_operator,
     check_symmetric,
+    exact,
 )
 from ritz.operators._base import ScaledOperator, SumOperator
 
@@ -28,7 +29,6 @@ EYE = torch.eye(3, dtype=torch.float64)
 OP = DenseOperator(EYE)
 NAN = float("nan")
 SKEW = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
-
 WRONG = {
     "diagonal a list": (
         lambda: DiagonalOperator([1.0]),
@@ -153,6 +153,23 @@ WRONG = {
         ValueError,
         "outputscale must be at least",
     ),
+    "no blocks": (lambda: BlockDiagonalOperator([]), ValueError, "ops must contain at least one"),
+    "blocks of two dtypes": (
+        lambda: BlockDiagonalOperator([OP, DenseOperator(EYE.float())]),
+        ValueError,
+        "ops must agree in dtype and device",
+    ),
+    "kernel points of a list": (
+        lambda: KernelOperator([[1.0]]),
+        TypeError,
+        "points must be a torch.Tensor, got list",
+    ),
+    "kernel lengthscale a string": (
+        lambda: KernelOperator(EYE, lengthscale="long"),
+        TypeError,
+        "lengthscale must be numbers or a tensor, got 'long'",
+    ),
+    "exact trace of a tensor": (lambda: exact(EYE, "trace"), TypeError, "op must be an operator"),
     "sum of none": (SumOperator, ValueError, "at least one operator"),
     "sum of two orders": (
         lambda: OP + DiagonalOperator(EYE[0, :2]),

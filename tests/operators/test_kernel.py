@@ -9,7 +9,7 @@ from ritz.operators import KernelOperator, _kernel
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any tensor made inside it had."""
+    """Records the size of the largest tensor that was created inside the block."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""The matrices of a graph against their formulas, NetworkX, and what theorems say."""
+"""The matrices of a graph against their formulas, NetworkX and theorems."""
 
 from dataclasses import replace
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from matrices import PRECISIONS
 
 import ritz
 from ritz.operators import LaplacianOperator, _sparse, as_operator, exact
@@ -14,8 +15,6 @@ from ritz.operators._exact import gershgorin
 from ritz.operators._laplacian import GRAPH_MATRICES
 from ritz.operators._sparse import CompressedRows
 from ritz.testing import check_operator
-
-PRECISIONS = [torch.float32, torch.float64]
 
 
 def weighted():
@@ -32,7 +31,7 @@ def pattern():
 
 
 def formula(w, kind):
-    """The definition, row by row, with nothing but divisions by degrees that are there."""
+    """The definition, row by row, dividing only by degrees that are not zero."""
     d = w.sum(1)
     n = len(d)
     walk = np.zeros_like(w)

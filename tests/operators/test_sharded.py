@@ -3,9 +3,9 @@ import textwrap
 import processes
 import pytest
 import torch
+from matrices import seeded
 
 pytestmark = pytest.mark.distributed
-
 SETUP = """
 from ritz.operators import DenseOperator, FunctionOperator, ShardedOperator
 from ritz.spectra import lanczos
@@ -22,7 +22,7 @@ def run_processes(script, count, folder):
 
 
 def expected_matrix():
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     samples = torch.randn(31, 12, dtype=torch.float64, generator=generator)
     return samples.T @ samples
 

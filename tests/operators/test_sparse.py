@@ -1,4 +1,4 @@
-"""Products of compressed rows: the compiled loop, torch's own, and that they agree."""
+"""Products of compressed rows by the compiled loop and by torch."""
 
 import multiprocessing
 import os
@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from matrices import PRECISIONS, seeded
 
 from ritz.operators import SparseOperator, _sparse
 from ritz.operators._sparse import TUNING, CompressedRows, native_loops
 from ritz.testing import check_operator
 
-PRECISIONS = [torch.float32, torch.float64]
 INDICES = [torch.int32, torch.int64]
-
 needs_compiler = pytest.mark.skipif(native_loops() is None, reason="numba is not installed")
 
 
@@ -44,7 +43,7 @@ def compressed_rows(dense, *, pointer=torch.int32, column=torch.int32, pattern=F
 
 
 def drawn(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, dtype=dtype, generator=seeded(seed))
 
 
 def close(left, right):

@@ -1,4 +1,4 @@
-"""Every bound against brute force: it holds, and is not far from what it bounds."""
+"""Bounds against brute force: each holds and is not far from the exact value."""
 
 import itertools
 import math
@@ -6,14 +6,11 @@ import math
 import networkx
 import pytest
 import torch
+from matrices import seeded
 
 import ritz
 from ritz.rmt import MarchenkoPastur, Normal, Semicircle, bounds, diffusion, quadratic
 from ritz.testing import with_spectrum
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def random(*shape, seed=0):
@@ -365,10 +362,8 @@ def test_the_bound_of_preconditioned_averages_is_refused_where_it_does_not_hold(
 
 # ------------------------------------------------------------------------------------------
 # Noise of any covariance.
-
-
 def factors(A):
-    """Factors C of the noise with the same total variance: root of A, and of its diagonal."""
+    """Factors C of the noise with equal total variance: the roots of A and of its diagonal."""
     values, vectors = torch.linalg.eigh(A)
     return (vectors * values.sqrt()) @ vectors.T, A.diagonal().sqrt().diag()
 
@@ -479,7 +474,7 @@ def test_the_hellinger_distance_is_an_integral():
     exact = 0.5 * cell * float((pdf(first).sqrt() - pdf(second).sqrt()).square().sum())
     assert diffusion.hellinger(first, second) == pytest.approx(exact, rel=1e-9)
     assert diffusion.hellinger(first, first) == 0
-    # As noise vanishes, different means lie ever further apart.
+    # As the noise vanishes, the distance of different means tends to one.
     small = [
         diffusion.hellinger(
             diffusion.Gaussian(mean=first.mean, covariance=s * first.covariance),

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from matrices import seeded
 
 import ritz
 from ritz.rmt import (
@@ -20,10 +21,6 @@ from ritz.rmt import (
     stieltjes,
 )
 from ritz.testing import wigner, wishart, with_spectrum
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def grid(low, high, count=40):
@@ -302,12 +299,3 @@ def test_a_measure_of_a_wrong_type_is_named():
         match="measure must be a tensor of eigenvalues, a Spectrum, a law or a density, got list",
     ):
         stieltjes([1.0, 2.0], 1j)
-
-
-def test_densities_without_a_transform_are_replaced_by_points():
-    law = TracyWidom(beta=2)
-
-    value = stieltjes(law, torch.tensor(30.0))
-
-    series = sum(law.moment(k) / 30.0 ** (k + 1) for k in range(9))
-    assert float(value.real) == pytest.approx(series, rel=1e-6)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from matrices import seeded
 from numpy.polynomial.legendre import leggauss
 
 import ritz
@@ -13,7 +14,6 @@ from ritz.rmt import (
     Semicircle,
     TracyWidom,
     additive_spikes,
-    free_sum,
     generalized_marchenko_pastur,
     stieltjes,
 )
@@ -50,10 +50,6 @@ def pieces(law):
     if isinstance(law, MarchenkoPastur):
         return [law.edges]
     return [(band.low, band.high) for band in getattr(law, "bands", ())] or [law.support]
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def distance(law, eigenvalues):
@@ -241,24 +237,6 @@ def test_sampled_matrices_follow_the_laws(q):
     assert len(positive) / n == pytest.approx(1 - float(law.atoms.masses.sum()))
     levels = torch.arange(1, len(positive) + 1).double() / n + float(law.atoms.masses.sum())
     assert float((law.cdf(positive) - levels).abs().max()) < 5 / n
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["wigner", "marchenko-pastur", "free sum"])
-def test_matrices_of_order_4000_follow_the_laws(name):
-    n, generator = 4000, seeded(2)
-    if name == "wigner":
-        law, matrix = Semicircle(), wigner(n, generator=generator).matrix
-    elif name == "marchenko-pastur":
-        law, matrix = MarchenkoPastur(ratio=0.5), wishart(n, 2 * n, generator=generator).matrix
-    else:
-        law = free_sum(Semicircle(), Normal())
-        normal = torch.randn(n, dtype=torch.float64, generator=generator)
-        matrix = wigner(n, generator=generator).matrix + torch.diag(normal)
-    drawn = torch.linalg.eigvalsh(matrix)
-
-    # The drawn diagonal differs from its law by 1/sqrt(n); the matrices repel to 1/n.
-    assert distance(law, drawn) < (1.63 / math.sqrt(n) if name == "free sum" else 6 / n)
 
 
 def test_largest_eigenvalues_of_wigner_matrices_follow_tracy_widom():

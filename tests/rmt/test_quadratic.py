@@ -2,6 +2,7 @@ from decimal import Decimal, localcontext
 
 import pytest
 import torch
+from matrices import seeded
 
 from ritz.rmt import quadratic
 
@@ -25,7 +26,7 @@ def exact_sums(x, rho, num_steps):
 
 
 def exact_forms(x, rho, n):
-    """The published closed forms, with digits enough to cancel."""
+    """The published closed forms, in high precision because their terms cancel."""
     phi, rho = 1 - Decimal(x), Decimal(rho)
     K = n - 2 * phi * (1 - phi**n) / (1 - phi) + phi**2 * (1 - phi ** (2 * n)) / (1 - phi**2)
     E = (
@@ -130,7 +131,7 @@ def test_covariances_equal_those_of_a_dense_recursion(rng, interval):
 
 @pytest.mark.parametrize(("interval", "decay"), [(1, 0.9), (5, 0.6)])
 def test_a_thousand_dimensions_simulated_meet_the_closed_forms(interval, decay):
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     eigenvalues = torch.linspace(0.01, 19.0, 1000, dtype=torch.float64)
     paths = 400
     every = SETTINGS | {"interval": interval}
@@ -207,7 +208,7 @@ def test_a_simulation_records_its_seed_and_checks_its_settings():
         ones,
         num_paths=3,
         decay=0.5,
-        generator=torch.Generator().manual_seed(drawn.seed),
+        generator=seeded(drawn.seed),
         **SETTINGS,
     )
     assert torch.equal(drawn.ema, again.ema)

@@ -4,19 +4,16 @@ import math
 
 import pytest
 import torch
+from matrices import seeded
 
 from ritz.rmt import additive_spikes, multiplicative_spikes
 from ritz.testing import spiked_wigner, spiked_wishart
 
 
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def outlier(matrix, direction):
-    """The eigenvalue whose vector is nearest to a direction, and the squared overlap."""
+def outlier(matrix):
+    """The eigenvalue whose vector is nearest to the first axis, and the squared overlap."""
     values, vectors = torch.linalg.eigh(matrix)
-    overlaps = (direction @ vectors).square()
+    overlaps = vectors[0].square()
     best = int(overlaps.argmax())
     return float(values[best]), float(overlaps[best])
 
@@ -25,6 +22,16 @@ def within_errors(samples, expected, bias=0.0):
     samples = torch.tensor(samples, dtype=torch.float64)
     error = float(samples.std()) / len(samples) ** 0.5
     assert abs(float(samples.mean()) - expected) < 4 * error + bias
+
+
+def check_outliers(spikes, matrices, *, value_bias, overlap_bias):
+    """Compare a prediction with the outliers along the first axis of drawn matrices."""
+    values, overlaps = zip(*map(outlier, matrices), strict=True)
+    # The limits are approached as 1/n, the sample deviation is known to 1/sqrt(2 draws).
+    within_errors(values, float(spikes.value), bias=value_bias)
+    within_errors(overlaps, float(spikes.overlap), bias=overlap_bias)
+    ratio = float(torch.tensor(values).double().std() / spikes.stddev)
+    assert abs(ratio - 1) < 4 / math.sqrt(2 * len(values))
 
 
 def test_the_homogeneous_model_is_theorem_14():
@@ -59,41 +66,29 @@ def test_the_multiplicative_model_is_theorem_16():
 
 @pytest.mark.parametrize("spike", [1.5, -2.5])
 def test_additive_value_overlap_and_spread_are_those_of_wigner_matrices(spike):
-    n, draws = 300, 60
-    spikes = additive_spikes(spike, variance=1.0, size=n)
-
-    values, overlaps = [], []
-    for seed in range(draws):
+    n, matrices = 300, []
+    for seed in range(60):
         # A rotation leaves the noise unchanged, so the spike may lie along the first axis.
         matrix = spiked_wigner(n, spikes=(), generator=seeded(seed)).matrix
         matrix[0, 0] += spike
-        value, overlap = outlier(matrix, torch.eye(n, dtype=torch.float64)[0])
-        values.append(value)
-        overlaps.append(overlap)
+        matrices.append(matrix)
 
-    # The limits are approached as 1/n, the sample deviation is known to 1/sqrt(2 draws).
-    within_errors(values, float(spikes.value), bias=2 / n)
-    within_errors(overlaps, float(spikes.overlap), bias=2 / n)
-    ratio = float(torch.tensor(values).std() / spikes.stddev)
-    assert abs(ratio - 1) < 4 / math.sqrt(2 * draws)
+    spikes = additive_spikes(spike, variance=1.0, size=n)
+
+    check_outliers(spikes, matrices, value_bias=2 / n, overlap_bias=2 / n)
 
 
 @pytest.mark.parametrize(("spike", "q"), [(4.0, 0.5), (6.0, 2.0), (0.1, 0.25)])
 def test_multiplicative_value_overlap_and_spread_are_those_of_sample_covariances(spike, q):
-    n, draws = 300, 60
+    n = 300
+    matrices = [
+        spiked_wishart(n, int(n / q), spikes=(spike,), generator=seeded(seed)).matrix
+        for seed in range(60)
+    ]
+
     spikes = multiplicative_spikes(spike, ratio=q, size=n)
 
-    values, overlaps = [], []
-    for seed in range(draws):
-        op = spiked_wishart(n, int(n / q), spikes=(spike,), generator=seeded(seed))
-        value, overlap = outlier(op.matrix, torch.eye(n, dtype=torch.float64)[0])
-        values.append(value)
-        overlaps.append(overlap)
-
-    within_errors(values, float(spikes.value), bias=4 * spike / n)
-    within_errors(overlaps, float(spikes.overlap), bias=4 / n)
-    ratio = float(torch.tensor(values).std() / spikes.stddev)
-    assert abs(ratio - 1) < 4 / math.sqrt(2 * draws)
+    check_outliers(spikes, matrices, value_bias=4 * spike / n, overlap_bias=4 / n)
 
 
 def test_noise_along_the_outlier_predicts_covariances_where_the_mean_does_not():
@@ -137,24 +132,18 @@ def test_the_inhomogeneous_ensemble_needs_the_variance_along_its_outlier():
 
 @pytest.mark.parametrize("strength", [6.0, 0.2])
 def test_independent_entries_of_unequal_variance_meet_their_model(strength):
-    n, spike, draws, v, c = 300, 3.0, 40, 1.0, 0.5
-    spikes = additive_spikes(spike, variance=v, along=strength, centre=c, model="entries", size=n)
-
-    values, overlaps = [], []
-    for seed in range(draws):
+    n, spike, c, matrices = 300, 3.0, 0.5, []
+    for seed in range(40):
         noise = spiked_wigner(n, spikes=(), generator=seeded(seed)).matrix
         noise[0] *= math.sqrt(strength)
         noise[1:, 0] *= math.sqrt(strength)
         matrix = noise + c * torch.eye(n, dtype=torch.float64)
         matrix[0, 0] += spike - c
-        value, overlap = outlier(matrix, torch.eye(n, dtype=torch.float64)[0])
-        values.append(value)
-        overlaps.append(overlap)
+        matrices.append(matrix)
 
-    within_errors(values, float(spikes.value), bias=4 * strength / n)
-    within_errors(overlaps, float(spikes.overlap), bias=4 / n)
-    ratio = float(torch.tensor(values).std() / spikes.stddev)
-    assert abs(ratio - 1) < 4 / math.sqrt(2 * draws)
+    spikes = additive_spikes(spike, variance=1.0, along=strength, centre=c, model="entries", size=n)
+
+    check_outliers(spikes, matrices, value_bias=4 * strength / n, overlap_bias=4 / n)
 
 
 def test_strong_noise_along_a_direction_causes_an_outlier():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from matrices import hidden, seeded
 
 import ritz
 from ritz import graphs
@@ -22,13 +23,8 @@ SPECTRA = {
 }
 
 
-def hidden(matrix):
-    """The matrix known by its products alone."""
-    return FunctionOperator(lambda block: matrix @ block, n=len(matrix), dtype=matrix.dtype)
-
-
 def holds(found, exact, level=0.9999):
-    """Whether the interval holds the truth and the status says if it is infinite."""
+    """Whether the interval contains the truth and an infinite one has the status uncertain."""
     low, high = (float(end) for end in found.interval(level))
     assert (found.status.outcome == "uncertain") == math.isinf(high - low)
     return low <= exact <= high
@@ -45,7 +41,7 @@ def test_without_a_floor_the_interval_contains_the_exact_value_or_is_infinite(na
     op = hidden(with_spectrum(values, generator=rng).matrix)
     exact = float(values.log().sum())
     for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         found = ritz.logdet(op, method=method, num_products=120, generator=generator)
         assert holds(found, exact)
         if name in KNOWN:
@@ -59,7 +55,7 @@ def test_with_a_floor_the_interval_is_finite_and_contains_the_exact_value(name, 
     op = hidden(with_spectrum(values, generator=rng).matrix)
     floor, exact = 0.99 * float(values.min()), float(values.log().sum())
     for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         found = ritz.logdet(op, method=method, num_products=120, floor=floor, generator=generator)
         assert found.status.ok
         assert holds(found, exact)
@@ -94,7 +90,7 @@ def test_a_space_of_one_block_has_unknown_truncation(rng):
 def test_two_rows_are_exact(seed):
     # Two random signs make two patterns: one in eight sets of four probes has but one of them.
     matrix = torch.tensor([[3.0, 1.0], [1.0, 0.5]], dtype=DOUBLE)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     found = ritz.logdet(hidden(matrix), method="lanczos", num_products=40, generator=generator)
     assert float(found) == pytest.approx(math.log(0.5), rel=1e-12)
     assert float(found.stderr) == 0
@@ -102,10 +98,10 @@ def test_two_rows_are_exact(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_twelve_rows_have_a_spread(seed):
+def test_twelve_rows_have_a_standard_error(seed):
     values = torch.linspace(0.5, 4, 12, dtype=DOUBLE)
     op = hidden(with_spectrum(values).matrix)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     found = ritz.logdet(op, method="lanczos", num_products=80, generator=generator)
     assert float(found.stderr) > 0
     assert holds(found, float(values.log().sum()))
@@ -113,7 +109,7 @@ def test_twelve_rows_have_a_spread(seed):
 
 @pytest.mark.parametrize("noise", [1e-1, 1e-3, 1e-5])
 def test_single_precision_has_the_error_of_its_roundoff(noise):
-    points = torch.rand(600, 2, generator=torch.Generator().manual_seed(0))
+    points = torch.rand(600, 2, generator=seeded(0))
     exact = float(
         torch.logdet(KernelOperator(points.double(), lengthscale=0.3, noise=noise).dense())
     )
@@ -145,7 +141,7 @@ def test_a_function_that_changes_between_the_nodes_has_no_small_truncation(metho
     op = hidden(with_spectrum(values.double(), generator=rng).matrix)
     truth = float(JUMPS[name](values).sum())
     for seed in range(5):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         found = ritz.trace_function(
             op, JUMPS[name], method=method, num_steps=12, num_probes=16, generator=generator
         )
@@ -166,13 +162,11 @@ def test_the_interval_of_a_frobenius_norm_is_as_skewed_as_the_squares():
     op = FunctionOperator(lambda block: ones @ block, n=60, dtype=torch.float64)
     held = 0
     for seed in range(400):
-        found = ritz.frobenius_norm(
-            op, num_probes=32, generator=torch.Generator().manual_seed(seed)
-        )
+        found = ritz.frobenius_norm(op, num_probes=32, generator=seeded(seed))
         torch.testing.assert_close(found.samples.mean(), found.mean)
         held += abs(float(found) - 60.0) <= float(found.error(0.95))
 
-    # Intervals by the skewness of the norms held in 0.914.
+    # Intervals by the skewness of the norms have a coverage of 0.914.
     assert held >= 0.93 * 400
 
 

@@ -1,17 +1,20 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from matrices import seeded
 from torch.distributions import MultivariateNormal
 
 from ritz import NotConvergedError
+from ritz._core.results import Status
 from ritz.operators import DenseOperator, KernelOperator
-from ritz.spectra import LowRankPreconditioner, backward_gradient, log_likelihood
+from ritz.spectra import backward_gradient, log_likelihood
 from ritz.spectra._likelihood import form_gradient, inverse_form
 
 
 def problem(n=300, dtype=torch.float64, noise=0.05):
-    rng = torch.Generator().manual_seed(8)
+    rng = seeded(8)
     points = torch.randn(n, 2, generator=rng, dtype=dtype)
     y = torch.sin(2 * points).sum(1) + 0.2 * torch.randn(n, generator=rng, dtype=dtype)
     given = {
@@ -49,17 +52,18 @@ def test_the_gradient_of_the_form_is_that_of_dense(dtype):
     found, x = inverse_form(op, y, rtol=1e-4 if dtype == torch.float32 else 1e-7)
     gradient = form_gradient(op, y, x, wanted, found)
     for name, theirs in zip(wanted, truth, strict=True):
-        size = float(theirs.abs().max())  # the residual is small beside the whole, not each entry
+        # The residual is small relative to the norm, not to each entry.
+        size = float(theirs.abs().max())
         ours = gradient[name].mean.to(dtype)
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * size)
 
 
-def test_an_unsolved_form_is_reported_and_has_no_gradient():
-    op, y = problem(noise=1e-4)
-    found, x = inverse_form(op, y, max_steps=2, rank=3)
-    assert found.status.outcome == "max_steps"
-    with pytest.raises(NotConvergedError, match="1 systems not solved"):
-        form_gradient(op, y, x, op.parameters, found)
+def test_an_unsolved_form_has_no_gradient():
+    op, y = problem(n=20)
+    found, x = inverse_form(op, y)
+    failed = replace(found, status=Status(outcome="max_steps", message="not solved"))
+    with pytest.raises(NotConvergedError, match="not solved"):
+        form_gradient(op, y, x, op.parameters, failed)
 
 
 def test_any_matrix_has_a_form():
@@ -173,28 +177,6 @@ def test_a_likelihood_is_maximised():
     # The function drawn has noise 0.04 and length scales of about 0.8: both scales must be found.
     assert values[-1] > values[0] + 5
     assert values[-1] >= max(values) - 1
-
-
-def test_the_preconditioner_is_the_inverse_of_its_approximation():
-    op, _ = problem(n=60)
-    found = LowRankPreconditioner(op, rank=20)
-    eye = torch.eye(60, dtype=torch.float64)
-    matrix = torch.linalg.inv(found.inverse(eye))
-    pivots = found.pivots
-    without = op.dense() - op.noise * eye
-    inner = torch.linalg.solve(without[pivots][:, pivots], without[pivots])
-    low = without[:, pivots] @ inner
-    shift = op.noise + float((without - low).diagonal().mean())
-    torch.testing.assert_close(matrix, low + shift * eye, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found.inverse_root(found.inverse_root(eye)), found.inverse(eye))
-
-
-def test_a_preconditioner_stops_where_the_rank_is_reached():
-    points = torch.arange(4.0, dtype=torch.float64)[:, None].repeat(10, 1)
-    found = LowRankPreconditioner(KernelOperator(points, noise=0.1), rank=20)
-    assert sorted(found.pivots) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="noise of the kernel operator must be positive"):
-        LowRankPreconditioner(KernelOperator(points), rank=3)
 
 
 Y = torch.ones(5, dtype=torch.float64)

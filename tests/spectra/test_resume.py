@@ -1,18 +1,19 @@
-"""Long runs go on from where they were, bit for bit."""
+"""Interrupted runs are resumed from their state and give the same bits."""
 
 import random
 import signal
 
 import pytest
 import torch
-from processes import start
+from matrices import PRECISIONS, seeded
+from processes import run_processes, start
 
 import ritz
 from ritz._core import journal
 from ritz._core.storage import CorruptFileError
 from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs, lanczos, lanczos_block
-from ritz.testing import wigner
+from ritz.testing import wigner, with_spectrum
 
 RUNS = {
     "full": {"num_steps": 40},
@@ -27,12 +28,12 @@ class InterruptedRunError(Exception):
 
 
 def whole_or_pairs(op, **settings):
-    """A run for extreme pairs where those are wanted, for the whole spectrum otherwise."""
+    """Call ``eigenpairs`` if pairs are asked for, else ``lanczos``."""
     return eigenpairs(op, **settings) if "largest" in settings else lanczos(op, **settings)
 
 
 def failing(op, *, after):
-    """The operator, until its product number ``after``."""
+    """The operator, which raises at product number ``after``."""
     calls = []
 
     def product(block):
@@ -68,13 +69,13 @@ def test_a_run_interrupted_twice_ends_with_the_same_bits(rng, tmp_path, kind, dt
     counted = FunctionOperator(lambda x: calls.append(1) or op @ x, n=150, dtype=dtype)
     found = whole_or_pairs(counted, state=tmp_path / "state", save_interval=0.0, **RUNS[kind])
     assert_same_bits(found, expected)
-    # The second and the third begin with a product that the state knows.
+    # Each resumed run repeats the last product of the state, to recognise the operator.
     assert len(calls) == expected.num_products - 27 + 1
 
 
 def blocks(op, **options):
-    """Runs of which the third closes its space after two steps, and the others go on."""
-    starts = torch.randn(30, 3, generator=torch.Generator().manual_seed(4), dtype=op.dtype)
+    """Three runs, of which the last ends after two steps."""
+    starts = torch.randn(30, 3, generator=seeded(4), dtype=op.dtype)
     starts[:, 2] = 0
     starts[:2, 2] = 1
     return lanczos_block(op, num_steps=9, start=starts, **options)
@@ -109,7 +110,7 @@ def test_a_state_of_another_number_of_probes_is_refused(rng, tmp_path):
 
 
 def test_every_vector_of_the_basis_is_written_once(rng, tmp_path, monkeypatch):
-    """A save costs what is new since the last one, however long the run has been."""
+    """A save writes only the vectors that are new since the last one."""
     real, written = journal.write_tensors, []
 
     def count(path, tensors, header):
@@ -180,7 +181,7 @@ def test_the_error_without_a_usable_state_of_runs_says_what_to_do(rng, tmp_path)
     [
         ({"num_steps": 41}, "num_steps"),
         ({"reorthogonalize": "partial"}, "reorthogonalize"),
-        ({"generator": torch.Generator().manual_seed(5)}, "start"),
+        ({"generator": seeded(5)}, "start"),
     ],
 )
 def test_a_state_of_other_settings_is_refused_by_name(rng, tmp_path, change, name):
@@ -238,7 +239,7 @@ ritz.save(found, out)
 
 @pytest.fixture
 def run(tmp_path):
-    """Run in a process of its own, by the name of its files; return its exit code."""
+    """Run in another process, which writes files of the given name; return its exit code."""
 
     def finished(name, kind, *, last=0, moment=0.0):
         paths = [tmp_path / name, tmp_path / f"{name}.out"]
@@ -252,7 +253,7 @@ def run(tmp_path):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["restarted", "vectors"])
-def test_ten_kills_at_random_moments_change_no_bit_of_the_result(tmp_path, run, kind):
+def test_ten_kills_at_random_times_change_no_bit_of_the_result(tmp_path, run, kind):
     assert run("calm", kind) == 0
     moments = random.Random(7)
     for _ in range(10):
@@ -262,7 +263,7 @@ def test_ten_kills_at_random_moments_change_no_bit_of_the_result(tmp_path, run, 
 
 
 @pytest.mark.timeout(300)
-def test_kills_between_a_part_and_the_head_that_commits_it_change_no_bit(tmp_path, run):
+def test_a_kill_between_the_two_files_of_a_save_changes_no_bit(tmp_path, run):
     assert run("calm", "vectors") == 0
     # A save renames a part, a head, the older head and the head again: each is the last once.
     for last in range(1, 10):
@@ -271,7 +272,7 @@ def test_kills_between_a_part_and_the_head_that_commits_it_change_no_bit(tmp_pat
     assert (tmp_path / "killed.out").read_bytes() == (tmp_path / "calm.out").read_bytes()
 
 
-def test_files_of_others_beside_a_state_are_spared(rng, tmp_path):
+def test_other_files_beside_a_state_are_kept(rng, tmp_path):
     op = ritz.as_operator(wigner(60, generator=rng))
     others = [
         "model.fold1.train-acc.csv",
@@ -292,3 +293,143 @@ def test_a_file_that_is_not_a_state_is_refused_and_not_changed(rng, tmp_path):
     with pytest.raises(ValueError, match=r"state at .*spectrum\.safetensors is a saved Spectrum"):
         lanczos(op, num_steps=5, state=path, save_interval=0)
     assert path.read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------------
+# A run is not resumed with another operator.
+
+
+REFUSED = (
+    r"state at .*state was made with another operator, of other weights .*; delete these files"
+)
+
+
+def spiked(dtype, generator):
+    """A small bulk far below a few outliers, as Hessians are."""
+    values = torch.linspace(-0.05, 0.1, 150, dtype=torch.float64)
+    values[-3:] = torch.tensor([2.0, 5.0, 8.0])
+    return with_spectrum(values.to(dtype), generator=generator)
+
+
+MATRICES = {"wigner": lambda dtype, rng: wigner(150, dtype=dtype, generator=rng), "spiked": spiked}
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("after", [1, 12, 13])  # 12: just after a restart
+def test_another_operator_is_refused_and_the_same_is_not(rng, tmp_path, kind, name, dtype, after):
+    op = MATRICES[name](dtype, rng)
+    state = tmp_path / "state"
+    interrupted(op, state, after=after, **RUNS[kind])
+    others = [ritz.as_operator(factor * op.matrix) for factor in (1.001, 0.999, 3.0, -1.0)]
+    for other in (*others, MATRICES[name](dtype, rng)):
+        with pytest.raises(ValueError, match=REFUSED):
+            whole_or_pairs(other, state=state, **RUNS[kind])
+    assert_same_bits(
+        whole_or_pairs(op, state=state, **RUNS[kind]), whole_or_pairs(op, **RUNS[kind])
+    )
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("kind", RUNS)
+def test_roundoff_of_another_order_of_sums_is_no_difference(rng, tmp_path, kind, dtype):
+    op, calls = spiked(dtype, rng), []
+    noise = 20 * torch.finfo(dtype).eps * 8  # per unit vector, in units of the norm
+
+    def noisy(block):
+        calls.append(1)
+        off = torch.randn(150, block.shape[1], generator=rng, dtype=dtype)
+        return op @ block + noise * off / off.norm(dim=0)
+
+    interrupted(op, tmp_path / "state", after=13, **RUNS[kind])
+    loud = FunctionOperator(noisy, n=150, dtype=dtype)
+    whole_or_pairs(loud, state=tmp_path / "state", **RUNS[kind])
+    assert calls
+
+
+@pytest.mark.parametrize("mode", ["full", "partial", "none"])
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_other_data_of_the_same_norms_are_refused(rng, tmp_path, mode, dtype):
+    """The product is reflected at the vector: its norm and quadratic form stay the same."""
+    op, settings = wigner(150, dtype=dtype, generator=rng), {"num_steps": 40}
+    settings["reorthogonalize"] = mode
+    interrupted(op, tmp_path / "state", after=9, **settings)
+
+    def rotated(block):
+        product = op @ block
+        along = block * (block * product).sum(0) / block.square().sum(0)
+        return 2 * along - product
+
+    other = FunctionOperator(rotated, n=150, dtype=dtype)
+    with pytest.raises(ValueError, match=REFUSED.replace(".*;", ".* is another vector;")):
+        whole_or_pairs(other, state=tmp_path / "state", **settings)
+
+
+@pytest.mark.parametrize("mode", ["full", "partial", "none"])
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_runs_side_by_side_refuse_another_operator(tmp_path, mode, dtype):
+    op = ritz.as_operator(torch.diag(torch.linspace(1.0, 2.0, 30, dtype=dtype)))
+    starts = torch.zeros(30, 3, dtype=dtype)
+    starts[0, 0] = starts[:2, 1] = starts[:, 2] = 1  # the first closes at once, the last goes on
+    options = {"start": starts, "num_steps": 9, "reorthogonalize": mode}
+    options |= {"state": tmp_path / "state", "save_interval": 0.0}
+    with pytest.raises(InterruptedRunError):
+        lanczos_block(failing(op, after=4), **options)
+    for factor in (1.001, 3.0):
+        with pytest.raises(ValueError, match=REFUSED):
+            lanczos_block(ritz.as_operator(factor * op.matrix), **options)
+    assert [run.num_products for run in lanczos_block(op, **options)] == [1, 2, 9]
+
+
+@pytest.mark.parametrize("mode", ["full", "partial", "none"])
+def test_runs_that_have_all_ended_are_compared_too(tmp_path, mode):
+    op = ritz.as_operator(torch.diag(torch.linspace(1.0, 2.0, 30, dtype=torch.float64)))
+    starts = torch.zeros(30, 2, dtype=torch.float64)
+    starts[0, 0] = starts[:2, 1] = 1
+    options = {"start": starts, "num_steps": 9, "reorthogonalize": mode}
+    options |= {"state": tmp_path / "state", "save_interval": 0.0}
+    first = lanczos_block(op, **options)
+    with pytest.raises(ValueError, match=REFUSED):
+        lanczos_block(ritz.as_operator(1.001 * op.matrix), **options)
+    for found, expected in zip(lanczos_block(op, **options), first, strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_a_product_that_is_not_finite_is_a_difference(rng, tmp_path):
+    op = wigner(150, generator=rng)
+    interrupted(op, tmp_path / "state", after=9, **RUNS["full"])
+    broken = FunctionOperator(lambda block: block * torch.nan, n=150, dtype=torch.float64)
+    with pytest.raises(ValueError, match="now has nan; delete"):
+        lanczos(broken, state=tmp_path / "state", **RUNS["full"])
+
+
+ONE_PROCESS = """
+    from ritz.operators import FunctionOperator
+    op = ritz.testing.wigner(60, generator=torch.Generator().manual_seed(3))
+    calls = []
+    def product(block):
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyError("stopped")
+        return op @ block
+    options = {"num_steps": 20, "state": f"{folder}/state", "save_interval": 0.0}
+    try:
+        ritz.lanczos(FunctionOperator(product, n=60, dtype=torch.float64), **options)
+    except KeyError:
+        pass
+    try:  # the data of one of them have changed
+        ritz.lanczos(ritz.as_operator(op.matrix * (1 + rank)), **options)
+    except ValueError as error:
+        expected = "now has" if rank else "another process found a difference"
+        assert expected in str(error), error
+    else:
+        raise RuntimeError("went on")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_all_processes_raise_if_one_of_them_finds_another_operator(tmp_path):
+    for code, error in run_processes(ONE_PROCESS, 2, tmp_path):
+        assert code == 0, error

@@ -6,6 +6,7 @@ import mpmath
 import pytest
 import scipy.sparse as sparse
 import torch
+from matrices import hidden, seeded
 from scipy.linalg import hadamard, hilbert, invhilbert
 
 import ritz
@@ -18,14 +19,10 @@ def exact_matrix(n, seed):
     Of a Hadamard matrix H, H diag(k) H / n has the eigenvalues k. All sums here are short enough to
     be exact.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     eigenvalues = torch.randint(1, 2**12, (n,), generator=generator).double() / 2**9
     signs = torch.from_numpy(hadamard(n)).double()
     return (signs * eigenvalues) @ signs / n, eigenvalues
-
-
-def hidden(matrix):
-    return FunctionOperator(lambda block: matrix @ block, n=len(matrix), dtype=matrix.dtype)
 
 
 def exact_sum(function, eigenvalues):
@@ -84,7 +81,7 @@ def test_the_inverse_on_a_whole_block_krylov_space_has_the_roundoff_of_its_produ
     eigenvalues = [shift, *[5 + shift] * 59, *[60 + shift] * 4, 65 + shift]
     truth, runs = exact_sum(lambda x: 1 / x, eigenvalues), []
     for seed in range(60):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         estimate = ritz.trace_function(
             hidden(matrix), torch.reciprocal, num_steps=12, num_probes=16, method="krylov",
             generator=generator,
@@ -109,7 +106,7 @@ WHOLE = {
 def test_the_interval_of_a_whole_basis_contains_the_exact_value(name):
     run, truth = WHOLE[name]
     for seed in range(5):
-        # Roundoff in the entries, so that there is some to state.
+        # Division by 3 rounds the entries, so the products are not exact.
         matrix = exact_matrix(64, seed)[0] / 3
         estimate = run(hidden(matrix))
         assert estimate.stderr.max() == 0
@@ -120,7 +117,7 @@ def test_the_interval_of_a_whole_basis_contains_the_exact_value(name):
 @pytest.mark.parametrize("method", ["auto", "krylov", "eigenvalues", "lanczos"])
 @pytest.mark.parametrize("n", [6, 8, 10, 11, 12])
 def test_the_inverse_of_a_hilbert_matrix_has_the_error_of_its_condition_number(method, n):
-    # Condition numbers from 1e7 to 1e16: the error grows with them, and so must the bar.
+    # The condition numbers are 1e7 to 1e16, and the error grows with them.
     matrix = torch.from_numpy(hilbert(n)).double()
     truth = float(invhilbert(n, exact=False).trace())
     estimate = ritz.trace_function(matrix, torch.reciprocal, num_steps=n, method=method)
@@ -131,13 +128,13 @@ def test_the_inverse_of_a_hilbert_matrix_has_the_error_of_its_condition_number(m
 
 
 def test_the_bar_of_xtrace_is_not_below_roundoff(rng):
-    # With more probes than the rank there is nothing to sample: the samples differ by roundoff.
+    # With more probes than the rank, the samples differ only by roundoff.
     factor = torch.randn(43, 10, generator=rng, dtype=torch.float64)
     matrix = factor @ factor.T
     with mpmath.workdps(40):
         truth = sum(mpmath.mpf(float(entry)) for entry in matrix.diagonal())
     for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         estimate = ritz.trace(hidden(matrix), num_probes=32, generator=generator)
         assert holds(estimate, truth)
         assert float(estimate.error()) >= 1e-16 * float(estimate)
@@ -181,7 +178,7 @@ def test_a_singular_matrix_has_no_factor(form, n):
 
 
 def test_a_norm_by_unit_vectors_is_within_its_error_for_entries_of_one_size():
-    """Added up one by one, 256 nearly equal squares lose 12 units of roundoff."""
+    """A plain sum of 256 nearly equal squares loses 12 units of roundoff."""
     eigenvalues = torch.tensor([100.0, 50.0, 20.0] + [0.1] * 253, dtype=torch.float64)
     signs = torch.from_numpy(hadamard(256)).double()
 
@@ -192,8 +189,8 @@ def test_a_norm_by_unit_vectors_is_within_its_error_for_entries_of_one_size():
 
 @pytest.mark.parametrize("method", ["xtrace", "hutch++"])
 def test_a_trace_of_millions_of_float32_rows_holds_its_roundoff(method):
-    # Sums of torch over 2 million rows lose four digits of those that float32 has.
-    u = torch.rand(2_000_000, 1, generator=torch.Generator().manual_seed(1))
+    # Sums of torch over 2 million float32 rows lose four digits.
+    u = torch.rand(2_000_000, 1, generator=seeded(1))
     u /= float(u.double().norm())
 
     def product(block):

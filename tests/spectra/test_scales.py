@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg
 import torch
+from matrices import seeded
 
 import ritz
 from ritz.measures import rank_degeneracy
@@ -17,7 +18,7 @@ SCALES += [(torch.float32, k) for k in (-100, -50, 50, 100)]
 
 
 def matrix_and_rhs(dtype):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     spectrum = torch.linspace(0.5, 2.0, N, dtype=torch.float64)
     matrix = with_spectrum(spectrum, generator=generator).matrix
     return matrix.to(dtype), torch.randn(N, generator=generator, dtype=torch.float64).to(dtype)
@@ -76,7 +77,7 @@ ESTIMATORS = {
 
 
 def gradient(dtype, unit):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     points = torch.rand(N, 2, generator=generator, dtype=torch.float64).to(dtype)
     numbers = [torch.tensor(number, dtype=dtype, requires_grad=True) for number in
                (0.5, unit, 0.1 * unit)]  # fmt: skip

@@ -1,11 +1,11 @@
-"""What a spectrum says of the whole matrix, and of vectors beside its own."""
+"""Norms, negative mass and cosines of a spectrum."""
 
 import re
 
 import pytest
 import torch
+from matrices import seeded
 
-import ritz
 from ritz.spectra import lanczos, lanczos_block
 from ritz.spectra._lanczos.spectrum import least_frobenius_norm, negative_values
 from ritz.testing import with_spectrum
@@ -20,7 +20,7 @@ def spiked(dtype, generator):
 
 
 def printed(spectrum):
-    """Frobenius and spectral norm as a person reads them."""
+    """Frobenius and spectral norm, read from the print of a spectrum."""
     found = re.search(r"Frobenius norm (\S+) ± \S+, spectral norm >= (\S+)", str(spectrum))
     return tuple(map(float, found.groups()))
 
@@ -31,7 +31,7 @@ def test_the_norms_printed_do_not_contradict_each_other(rng, dtype, mode):
     op, values = spiked(dtype, rng)
     raised = 0
     for seed in range(12):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         found = lanczos(op, num_steps=25, reorthogonalize=mode, generator=generator)
         sampled = float(400 * found.weights @ found.values.square()) ** 0.5
         frobenius, spectral = printed(found)
@@ -40,7 +40,8 @@ def test_the_norms_printed_do_not_contradict_each_other(rng, dtype, mode):
         assert frobenius >= spectral * (1 - 1e-4)  # five digits are printed
         assert least <= float(values.norm()) * (1 + 1e-5)
         raised += sampled < least
-    assert raised >= 3  # about half of them: a probe has little in the largest directions
+    # Often the probe has a small part along the largest eigenvectors.
+    assert raised >= 3
 
 
 def test_the_floor_is_the_sum_over_all_values_unless_they_repeat(rng):
@@ -48,7 +49,8 @@ def test_the_floor_is_the_sum_over_all_values_unless_they_repeat(rng):
     full = lanczos(op, num_steps=25)
     assert least_frobenius_norm(full) > (8**2 + 5**2 + 2**2) ** 0.5 * (1 - 1e-9)
     ghosts = lanczos(op, num_steps=120, reorthogonalize="none")
-    assert float(ghosts.values.norm()) > float(values.norm())  # which would prove too much
+    # Ghosts repeat eigenvalues, so the sum over all values is no lower bound.
+    assert float(ghosts.values.norm()) > float(values.norm())
     assert least_frobenius_norm(ghosts) == pytest.approx(8.0)
 
 
@@ -75,22 +77,14 @@ def test_cosines_with_the_start_are_the_roots_of_the_weights(rng):
     torch.testing.assert_close(run.cosines[0].square(), run.weights, rtol=0, atol=1e-14)
 
 
-def test_cosines_are_saved_and_loaded(rng, tmp_path):
-    op, _ = spiked(torch.float64, rng)
-    start = torch.randn(400, 2, generator=rng, dtype=torch.float64)
-    run, _ = lanczos_block(op, num_steps=10, start=start, against=start)
-    ritz.save(run, tmp_path / "run")
-    assert torch.equal(ritz.load(tmp_path / "run").cosines, run.cosines)
-
-
 @pytest.mark.parametrize(
     ("against", "mode", "message"),
     [
-        (torch.ones(30), "full", r"against must be \(30, c\), got \(30,\)"),
-        (torch.ones(30, 0), "full", r"against must be \(30, c\), got \(30, 0\)"),
+        (torch.ones(30), "full", r"against must be \(30, k\), got \(30,\)"),
+        (torch.ones(30, 0), "full", "against must have at least one column"),
         (torch.ones(29, 2), "full", "against must .*30"),
         (torch.ones(30, 2).double(), "full", "against must .*float32"),
-        (torch.zeros(30, 2), "full", "against must not have a column of zeros"),
+        (torch.zeros(30, 2), "full", "against must have .* no column of zeros"),
         (torch.ones(30, 2), "none", "against needs a basis"),
     ],
 )
@@ -104,7 +98,7 @@ def test_vectors_that_cosines_cannot_be_taken_with_are_named(against, mode, mess
 def test_the_negative_mass_lies_between_its_certain_and_its_possible_value(rng, dtype, num_steps):
     op, values = spiked(dtype, rng)
     truth = float((values < 0).double().mean())
-    below = [lanczos(op, num_steps=num_steps, generator=torch.Generator().manual_seed(seed))
+    below = [lanczos(op, num_steps=num_steps, generator=seeded(seed))
              for seed in range(12)]  # fmt: skip
     low, high = (
         torch.stack([run.weights[negative_values(run)[side]].sum() for run in below])
@@ -116,9 +110,6 @@ def test_the_negative_mass_lies_between_its_certain_and_its_possible_value(rng, 
 
 def test_the_share_whose_sign_is_not_known_is_printed(rng):
     op, _ = spiked(torch.float64, rng)
-    early, late = (
-        lanczos(op, num_steps=steps, generator=torch.Generator().manual_seed(0))
-        for steps in (10, 400)
-    )
+    early, late = (lanczos(op, num_steps=steps, generator=seeded(0)) for steps in (10, 400))
     assert re.search(r"negative mass \S+ ± \S+, sign undecided 0\.\d+ ± \S+, ", str(early))
     assert re.search(r"negative mass 0\.\d+ ± \S+, mass nearest", str(late))

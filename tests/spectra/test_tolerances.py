@@ -1,10 +1,10 @@
-"""Converged means that all errors together are within the tolerance, also if ill conditioned."""
+"""A converged result is within its tolerance, for ill-conditioned matrices too."""
 
 import pytest
 import torch
+from matrices import hidden, seeded
 
 import ritz
-from ritz.operators import FunctionOperator
 from ritz.testing import with_spectrum
 
 DOUBLE = torch.float64
@@ -26,19 +26,13 @@ FUNCTIONS = {
 }
 
 
-def hidden(matrix):
-    """The matrix known by its products alone."""
-    return FunctionOperator(lambda block: matrix @ block, n=len(matrix), dtype=matrix.dtype)
-
-
 def outcomes(run, truth, rtol, seeds):
     """How each run ended, and whether its true error is within the tolerance."""
     results = []
     for seed in range(seeds):
-        estimate = run(torch.Generator().manual_seed(seed))
+        estimate = run(seeded(seed))
         right = abs(float(estimate) - truth) <= rtol * abs(truth)
         results.append((estimate.status.outcome, right))
-        # The outcome is what the error bars say.
         within = float(estimate.error()) <= rtol * abs(float(estimate))
         assert (estimate.status.outcome == "converged") == within
         assert estimate.status.ok == within
@@ -116,7 +110,7 @@ def test_a_tolerance_below_the_truncation_is_not_reached_by_probes_alone():
             method="lanczos",
             rtol=0.05,
             max_probes=14,
-            generator=torch.Generator().manual_seed(seed),
+            generator=seeded(seed),
         )
         assert not estimate.status.ok
         assert float(estimate.error()) >= abs(float(estimate) - truth)

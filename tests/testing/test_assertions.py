@@ -1,5 +1,6 @@
 import pytest
 import torch
+from matrices import seeded
 
 from ritz._core.results import Estimate, Status
 from ritz.operators import DiagonalOperator, FunctionOperator, LinearOperator
@@ -64,8 +65,8 @@ def test_the_test_vectors_come_from_the_generator():
         return 2 * block
 
     op = FunctionOperator(product, n=3)
-    check_operator(op, generator=torch.Generator().manual_seed(1))
-    check_operator(op, generator=torch.Generator().manual_seed(1))
+    check_operator(op, generator=seeded(1))
+    check_operator(op, generator=seeded(1))
     assert torch.equal(seen[0], seen[len(seen) // 2])
 
 

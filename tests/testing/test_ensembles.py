@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from matrices import PRECISIONS, seeded
 
 from ritz.testing import (
     check_operator,
@@ -12,12 +13,6 @@ from ritz.testing import (
     wishart,
     with_spectrum,
 )
-
-PRECISIONS = [torch.float32, torch.float64]
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)

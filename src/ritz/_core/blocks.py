@@ -1,16 +1,20 @@
 """Inner products, norms and orthonormal bases of long blocks of vectors, accurate in float32."""
 
+import math
+
 import torch
 from torch import Tensor
 
 # Entries per step of column_dots: small enough that the elementwise product stays in cache.
 CHUNK = 2**17
-# Rows per product of inner_products, products per step, and columns from which on one product
-# serves. torch sums products of fewer than 12 columns row by row: in float32, the squared norm of
-# 15 million random entries is 2.6 % too small, and that of 40 million equal ones 34 %. With 256
-# rows the error of these is 1e-6. Of a million rows, blocks of equal width take 0.6 to 0.9 times as
-# long as one product, and 20 columns with a single vector 6 times (20 ms).
-ROWS, PRODUCTS, WIDE = 2**8, 2**10, 16
+# torch sums a product of fewer than 12 columns row by row: in float32, the squared norm of 15
+# million random entries is 2.6 % too small, and that of 40 million equal ones 34 %. In pieces of
+# 256 rows these errors are 1e-6. For a million rows the pieces of two blocks of equal width take
+# 0.6 to 0.9 times as long as one product, and those of 20 columns and a vector 6 times (20 ms).
+ROWS = 2**8  # rows of a piece of inner_products
+PIECES = 2**10  # pieces that are multiplied at once
+WIDE = 16  # columns of both blocks from which on torch sums in blocks, so that pieces may be longer
+LONG_ROWS = 2**13  # rows of these pieces, whose error is 3e-8, and 1e-6 if all entries are equal
 TALL = 2**12  # rows of a piece of orthonormalize
 
 
@@ -29,16 +33,33 @@ def column_norms(block: Tensor) -> Tensor:
     return column_dots(block, block).sqrt()
 
 
+def power_of_two(tensor: Tensor) -> float:
+    """Return the largest power of two up to the largest magnitude of an entry; 1 for zeros."""
+    largest = float(tensor.abs().max())
+    return math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest > 0 else 1.0
+
+
+def euclidean_norm(tensor: Tensor) -> float:
+    """Return the norm of all entries, whose squares may leave the range of the dtype."""
+    unit = power_of_two(tensor)
+    return unit * float((tensor / unit).norm())
+
+
 def inner_products(left: Tensor, right: Tensor) -> Tensor:
     """Return ``X'Y`` of ``X``, ``(n, k)``, and ``Y``, ``(n, l)`` or ``(n,)``, in float64."""
     if right.ndim == 1:
         return inner_products(left, right[:, None])[:, 0]
-    if left.dtype == torch.float64 or min(left.shape[1], right.shape[1]) >= WIDE:
-        return (left.T @ right).double()
+    if left.dtype == torch.float64:
+        return left.T @ right
+    if min(left.shape[1], right.shape[1]) >= WIDE:
+        total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
+        for x, y in zip(left.split(LONG_ROWS), right.split(LONG_ROWS), strict=True):
+            total += x.T @ y
+        return total
     whole = len(left) - len(left) % ROWS
     total = left[whole:].double().T @ right[whole:].double()
-    for start in range(0, whole, ROWS * PRODUCTS):
-        stop = min(whole, start + ROWS * PRODUCTS)
+    for start in range(0, whole, ROWS * PIECES):
+        stop = min(whole, start + ROWS * PIECES)
         x, y = (block[start:stop].unflatten(0, (-1, ROWS)) for block in (left, right))
         total += (x.mT @ y).sum(0, dtype=torch.float64)
     return total

@@ -31,6 +31,13 @@ def check_range(
         raise ValueError(f"{name} must be {kind}{_interval(low, high)}, got {value}")
 
 
+def check_number(name: str, value: float) -> None:
+    """Raise unless ``value`` is a finite number."""
+    check_range(name, value)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
 def check_positive(name: str, value: float, *, zero: bool = False) -> None:
     """Raise unless a number is finite and positive, or zero if that is allowed."""
     check_range(name, value)
@@ -90,9 +97,10 @@ def plain_fields(config: Any) -> None:
 
 def check_interval(name: str, interval: tuple[float, float]) -> None:
     """Raise unless ``interval`` is ``(low, high)``, finite and with ``low < high``."""
-    if len(interval) != 2:
-        raise ValueError(f"{name} must be a pair of numbers, got {interval}")
-    low, high = interval
+    try:
+        low, high = interval
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a pair of numbers, got {interval!r}") from None
     # The length is checked and not the two ends, because it overflows for (-1e308, 1e308).
     if not (low < high and math.isfinite(high - low)):
         raise ValueError(f"{name} must be finite with its lower end first, got {interval}")
@@ -134,14 +142,19 @@ def check_tensor(
     dtype: "torch.dtype",
     device: "torch.device",
     rows: int,
+    ndim: int | None = None,
     like: str = "the operator",
 ) -> None:
-    """Raise unless ``tensor`` is ``(rows,)`` or ``(rows, k)``, of this dtype and device."""
+    """Raise unless ``tensor`` is ``(rows,)`` or ``(rows, k)``, of this dtype and device.
+
+    ``ndim`` allows one of the two shapes only.
+    """
     from torch import Tensor
 
     check_type(name, tensor, Tensor, "a torch.Tensor")
-    if tensor.ndim not in (1, 2) or tensor.shape[0] != rows:
-        raise ValueError(f"{name} must be ({rows},) or ({rows}, k), got {tuple(tensor.shape)}")
+    if tensor.ndim not in ((1, 2) if ndim is None else (ndim,)) or tensor.shape[0] != rows:
+        expected = {None: f"({rows},) or ({rows}, k)", 1: f"({rows},)", 2: f"({rows}, k)"}[ndim]
+        raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}")
     if tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, like {like}, got {tensor.dtype}")
     if tensor.device != device:

@@ -1,15 +1,10 @@
-"""The ``Density`` protocol, and the base class of densities averaged over probes."""
+"""The ``Density`` protocol, atoms, and the points at which densities are evaluated."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-
-from ritz._core.results import stderr
-
-Band = tuple[Tensor, Tensor]
 
 
 class Atoms(NamedTuple):
@@ -48,42 +43,6 @@ class Density(Protocol):
         """Return the mean of ``eigenvalue ** degree``."""
 
 
-class SampledDensity(ABC):
-    """Density with one curve per probe, averaged, with error bands."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def _pdf_samples(self, x: Tensor) -> Tensor:
-        """Return the density at the points, one row per probe."""
-
-    @abstractmethod
-    def _cdf_samples(self, x: Tensor) -> Tensor:
-        """Return the fraction of eigenvalues at or below the points, one row per probe."""
-
-    def pdf(self, x: Tensor) -> Tensor:
-        """Return the density at the points."""
-        return self._pdf_samples(x).mean(0)
-
-    def pdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> Band:
-        """Return ``pdf`` minus and plus ``sigmas`` standard errors over probes."""
-        return band(self._pdf_samples(x), sigmas)
-
-    def cdf(self, x: Tensor) -> Tensor:
-        """Return the fraction of eigenvalues at or below each point."""
-        return self._cdf_samples(x).mean(0)
-
-    def cdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> Band:
-        """Return ``cdf`` minus and plus ``sigmas`` standard errors over probes."""
-        return band(self._cdf_samples(x), sigmas)
-
-    def mass(self, low: float, high: float) -> float:
-        """Return the fraction of eigenvalues in ``(low, high]``."""
-        # mass of (low, high] = cdf(high) - cdf(low)
-        ends = self.cdf(torch.tensor([low, high], dtype=torch.float64))
-        return float(ends[1] - ends[0])
-
-
 def as_points(x: float | Sequence[float] | Tensor, name: str = "points") -> Tensor:
     """Return points as a float64 tensor on the CPU, where densities are evaluated."""
     try:
@@ -99,10 +58,3 @@ def broadcast(**tensors: Tensor) -> tuple[Tensor, ...]:
     except RuntimeError:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors.values())
         raise ValueError(f"{', '.join(tensors)} must broadcast, got shapes {shapes}") from None
-
-
-def band(samples: Tensor, sigmas: float) -> Band:
-    """Return the mean over the first axis minus and plus ``sigmas`` standard errors."""
-    # NaN for a single probe, which has no standard error.
-    mean, error = samples.mean(0), stderr(samples)
-    return mean - sigmas * error, mean + sigmas * error

@@ -1,4 +1,4 @@
-"""Context managers for precision, batch norm and dropout, and recomputed batch-norm statistics."""
+"""Context managers for precision, inference mode and dropout, and masks for fixed dropout."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -1,7 +1,7 @@
 """Random probes that do not depend on block size, device or number of processes."""
 
 import hashlib
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def probes(
     device: torch.device,
 ) -> Tensor:
     """Return a block ``(n, k)`` of independent entries with mean 0 and variance 1."""
-    check_choice("probe", kind, ("rademacher", "gaussian"))
+    check_choice("probe", kind, get_args(Probe))
     n, k = shape
     block = torch.empty(k, n, dtype=dtype, device=device)
     where: dict[str, Any] = {"generator": generator, "device": generator.device}

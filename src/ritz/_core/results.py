@@ -8,6 +8,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
+from ritz._core.blocks import euclidean_norm, power_of_two
 from ritz._core.checks import check_range, is_below
 from ritz._core.storage import storable
 
@@ -27,10 +28,10 @@ class Tuning:
     # The skewness of N samples is too small by about this number over N, relative to the sample
     # skewness. That of the chi-squared law with one degree of freedom is 2.8, but samples of size
     # 16 have 1.9 on average.
-    hidden: float = 4.0
+    missing_skewness: float = 4.0
     # Largest quantile at which Hall's correction is evaluated. It grows with the fourth power of
     # the quantile, so that a 99.9 % interval of 8 samples would be ten times too wide.
-    largest: float = 3.0
+    largest_quantile: float = 3.0
     # Quadratic forms of random signs may take two values only. If few samples show two values,
     # there may be a third: for a block of four ones 0, 4 and 16, which has probability 1/8, and is
     # missing in 0.875^23 < 0.05 of the cases. So the interval allows for a value at three times the
@@ -234,10 +235,10 @@ class Estimate(HasStatus):
         # error and the skewness are all too small. So raise the skewness by one standard error,
         # that of normal samples.
         doubt = math.sqrt(6 * count * (count - 1) / (less * (count + 1) * (count + 3)))
-        likely = skewness * (1 + TUNING.hidden / count) + doubt
+        likely = skewness * (1 + TUNING.missing_skewness / count) + doubt
         # Hall (1992), Section 3.5: Student's interval of N samples with skewness g is too short by
         # the fraction g^2 (z^4 + 2 z^2 - 3) / (18 N), if this is small.
-        z = min(quantile, TUNING.largest)
+        z = min(quantile, TUNING.largest_quantile)
         short = likely.square() * ((z**4 + 2 * z**2 - 3) / (18 * count))
         return torch.where(short < 1, 1 + short, 2 * short.sqrt().sqrt())
 
@@ -336,18 +337,6 @@ def skewed_stderr(estimate: Estimate) -> Tensor:
         return estimate.stderr
     quantile = float(stdtrit(estimate.degrees or math.inf, 0.975))
     return (estimate.error(0.95) - estimate.truncation) / quantile
-
-
-def power_of_two(tensor: Tensor) -> float:
-    """Return the largest power of two up to the largest magnitude of an entry; 1 for zeros."""
-    largest = float(tensor.abs().max())
-    return math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest > 0 else 1.0
-
-
-def euclidean_norm(tensor: Tensor) -> float:
-    """Return the norm of all entries, whose squares may leave the range of the dtype."""
-    unit = power_of_two(tensor)
-    return unit * float((tensor / unit).norm())
 
 
 def plain_estimate(estimate: Estimate) -> str:

@@ -3,27 +3,28 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_range, is_below, plain_fields
+from ritz._core.blocks import euclidean_norm
+from ritz._core.checks import check_choice, check_count, check_range, is_below, plain_fields
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, Probed, draw_probes
-from ritz._core.results import Estimate, euclidean_norm
+from ritz._core.results import Estimate
 
 # Error of a sum of products, in units of machine precision. In the table of docs/intervals.md the
 # errors of exact values are at most 2, except for the star graph, whose long row of ones gives 6.
 ROUNDOFF = 8.0
 
-# If the spread of the samples is below the truncation, they may agree by chance. With fewer samples
-# than FEWEST the error is then unknown. Six random signs are equal with probability 2^(1-6) < 0.05.
+# Few samples may agree by chance, and then their spread says nothing about the error. See
+# `doubt_equal_samples`:
+# With fewer samples than FEWEST, a spread below the truncation may be chance: six random signs are
+# equal with probability 2^(1-6) < 0.05.
 FEWEST = 6
-
-# With FEWEST to ALIKE - 1 samples the error is unknown only if the samples are equal to six digits.
-# With ALIKE samples or more, equal samples count as exact, since 0.75^11 < 0.05.
+# With fewer samples than ALIKE, a relative spread below SAME may be chance: 0.75^11 < 0.05.
 ALIKE, SAME = 11, 1e-6
-
 
 Finish = Callable[["Samples"], Estimate]
 
@@ -78,6 +79,7 @@ class Sampling:
     def __post_init__(self) -> None:
         plain_fields(self)
         check_count("num_probes", self.num_probes, low=2)
+        check_choice("probe", self.probe, get_args(Probe))
         if self.block_size is not None:
             check_count("block_size", self.block_size)
         if self.rtol is not None:

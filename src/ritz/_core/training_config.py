@@ -1,7 +1,6 @@
 """``TrainingConfig``: every option of a training run, declared once. Imports no torch."""
 # ruff: noqa: RUF009 - _option returns a field of a dataclass
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from ritz._core.checks import (
     as_plain,
     check_choice,
     check_count,
+    check_positive,
     check_range,
     plain_fields,
 )
@@ -252,9 +252,7 @@ class TrainingConfig:
         if self.average_from is not None:
             check_count("average_from", self.average_from, high=self.num_epochs)
         if self.clip_norm is not None:
-            check_range("clip_norm", self.clip_norm)
-            if not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
-                raise ValueError(f"clip_norm must be finite and above 0, got {self.clip_norm}")
+            check_positive("clip_norm", self.clip_norm)
         for epoch in self.keep:
             check_count("keep", epoch, low=0, high=self.num_epochs)
         if isinstance(self.augment, str):

@@ -6,7 +6,6 @@ from ritz.graphs._fit import Fit, fit
 from ritz.graphs._graph import Graph, GraphError
 from ritz.graphs._io import GraphLike, as_graph, read, to_undirected
 from ritz.graphs._matrices import eigenvalues, laplacian
-from ritz.graphs._partition import spectral_clusters
 from ritz.graphs._random import (
     barabasi_albert,
     cluster_graph,
@@ -16,6 +15,7 @@ from ritz.graphs._random import (
     watts_strogatz,
 )
 from ritz.graphs._similarity import Similarity, similarity
+from ritz.graphs._spectral_clusters import spectral_clusters
 
 __all__ = [
     "ClusterCount",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import HasStatus, Status, format_uncertain
 from ritz._core.storage import storable
-from ritz.graphs._block_krylov import Below, NullSpace, all_below, count_below
+from ritz.graphs._count_below import Below, NullSpace, all_below, count_below
 from ritz.graphs._density import SMALL, moments
 from ritz.graphs._gaps import (
     TUNING,
@@ -40,7 +40,6 @@ from ritz.spectra import (
 )
 
 CountMethod = Literal["auto", "krylov", "entropic", "lanczos"]
-COUNT_METHODS: tuple[CountMethod, ...] = ("auto", "krylov", "entropic", "lanczos")
 
 
 @storable
@@ -195,7 +194,7 @@ def count_clusters(
         9
     """
     graph = with_edges(graph)
-    check_choice("method", method, COUNT_METHODS)
+    check_choice("method", method, get_args(CountMethod))
     num_moments = check_count("num_moments", num_moments, low=4)
     num_probes = check_count("num_probes", num_probes, low=2)
     if max_vectors is not None:
@@ -217,7 +216,7 @@ def count_clusters(
     if isinstance(sampled.gap, str):
         return _components_only(f"no gap: {sampled.gap}", facts)
     # Blocks that fill the memory are float32, four bytes per entry.
-    most = TUNING.memory // (4 * graph.num_nodes) if max_vectors is None else max_vectors
+    most = TUNING.most_bytes // (4 * graph.num_nodes) if max_vectors is None else max_vectors
     width = _width(sampled, sampled.gap, null)
     short = ""
     if method == "auto" and width > most and sampled.spread is not None:
@@ -229,7 +228,7 @@ def count_clusters(
     krylov = _BlockKrylov(graph, null, max(1, most), sampled, generator, progress)
     below = krylov.count(sampled.gap, width)
     facts["num_products"] += below.num_products
-    if below.count == 1 and below.missed <= TUNING.missed:
+    if below.count == 1 and below.missed <= TUNING.most_missed:
         further = krylov.count_further(sampled.gap)
         facts["num_products"] += further.num_products if further else 0
         below = further if further and _is_real(further, sampled) else below
@@ -246,11 +245,11 @@ def _find_density(
     progress: bool | Progress,
 ) -> tuple["Sampled", str]:
     """Return the density in which to look for the gap, and how it was computed."""
-    num_probes = min(num_probes, TUNING.locating) if method == "krylov" else num_probes
+    num_probes = min(num_probes, TUNING.locating_probes) if method == "krylov" else num_probes
     # The middle of the bulk is the median of the eigenvalues that are not 0.
     zeros = null.dimension / graph.num_nodes
     place: dict[str, Any] = {"num_moments": num_moments, "bulk": zeros + (1 - zeros) / 2}
-    few = method in ("auto", "krylov") and graph.num_nodes - null.dimension <= TUNING.few
+    few = method in ("auto", "krylov") and graph.num_nodes - null.dimension <= TUNING.few_nonzero
     if (method == "auto" or few) and graph.num_nodes <= SMALL:
         exact = exact_density(graph, num_zeros=null.dimension, **place)
         return exact, f"all eigenvalues, gaps at the resolution of {num_moments} moments"
@@ -318,14 +317,14 @@ class Sampled:
         for gap in self.stretches if isinstance(self.stretches, list) else ():
             # Evaluate just below the upper end, at which an exact density has an eigenvalue.
             end = math.nextafter(joined[-1].high, 0.0) if joined else 0.0
-            if joined and self.below(gap.low)[0] - self.below(end)[0] < TUNING.noise:
+            if joined and self.below(gap.low)[0] - self.below(end)[0] < TUNING.fewest_between:
                 gap = replace(gap, low=joined.pop().low)
             joined.append(replace(gap, threshold=gap.middle))
         after = sorted((gap for gap in joined if gap.low >= first.high), key=lambda gap: gap.width)
         if not after or after[-1].width < math.pi / self.num_moments:
             return None
         higher = [gap.width for gap in after if gap.low > after[-1].high]
-        ladder = max(higher, default=0.0) > TUNING.ladder * after[-1].width
+        ladder = max(higher, default=0.0) > TUNING.widest_above * after[-1].width
         return None if ladder else after[-1]
 
     def crowd(self, gap: Gap) -> float:
@@ -339,7 +338,7 @@ class Sampled:
         resolved = math.pi / self.num_moments
         angles = torch.linspace(angle(gap.high), math.pi, 4001, dtype=torch.float64)
         counts = self.num_nodes * self.density.cdf(1 - angles.cos())
-        wanted = counts[0] + TUNING.crowd * torch.tensor([2.0, 4.0], dtype=torch.float64)
+        wanted = counts[0] + TUNING.fewest_above * torch.tensor([2.0, 4.0], dtype=torch.float64)
         low, high = angles[torch.searchsorted(counts, wanted).clamp_max(4000)].tolist()
         # The filter needs a stretch of positive width, even if many eigenvalues coincide.
         low = min(low, math.pi - resolved)
@@ -438,7 +437,7 @@ class _BlockKrylov:
         most = min(self.max_vectors, n - self.null.dimension)
         width = min(width, self.max_vectors)
         while True:
-            large = n * width * 8 > TUNING.large
+            large = n * width * 8 > TUNING.float32_bytes
             op = laplacian(self.graph, dtype=torch.float32 if large else torch.float64)
             null = replace(self.null, entries=self.null.entries.to(op.dtype))
             with tracking(self.progress, "eigenvalues", width) as bar:
@@ -446,7 +445,7 @@ class _BlockKrylov:
                     op, null, gap, width=width, generator=self.generator, bar=bar, pick=pick
                 )
             num_products += below.num_products
-            enough = not below.full and below.missed <= TUNING.missed
+            enough = not below.full and below.missed <= TUNING.most_missed
             if enough or width >= most:
                 return replace(below, num_products=num_products)
             width = min(2 * width, most)
@@ -456,7 +455,7 @@ class _BlockKrylov:
         gap = self.sampled.next_gap(first)
         if gap is None:
             return None
-        sure = self.sampled.crowd(gap) >= TUNING.sure
+        sure = self.sampled.crowd(gap) >= TUNING.many_above
         gap = gap if sure else self.sampled.beyond(gap)
         width = _width(self.sampled, gap, self.null)
         if width > self.max_vectors:
@@ -476,7 +475,7 @@ def _is_real(below: Below, sampled: Sampled) -> bool:
     """Return whether a gap divides a connected graph and is wider than the spacings above it."""
     if below.count == 1:
         return False
-    return sampled.crowd(below.gap) >= TUNING.sure or stands_out(below.gap, below.above)
+    return sampled.crowd(below.gap) >= TUNING.many_above or stands_out(below.gap, below.above)
 
 
 # ------------------------------------------------------------------------------------------
@@ -499,13 +498,10 @@ def reconciled(
     exact = sampled.spread is None
     facts |= {} if exact else {"found": below.count, "missed": below.missed}
     both = f"Krylov {below.count:,}, density {format_uncertain(mean, stderr)}"
-    if below.full or below.missed > TUNING.missed:
+    if below.full or below.missed > TUNING.most_missed:
         why = f"block Krylov had too few vectors and missed about {below.missed:.2g} ({both})"
-        return _failed(
-            f"at least {below.count:,} clusters, but {why}",
-            "increase max_vectors or num_moments",
-            facts,
-        )
+        advice = "increase max_vectors or num_moments"
+        return _failed(f"at least {below.count:,} clusters, but {why}", advice, facts)
     if below.count == 1:
         return _whole(facts)
     # Allow half an eigenvalue more than the error, because the estimate is not an integer.
@@ -556,7 +552,7 @@ def _sampled_gap(sampled: Sampled, first: Gap, null: NullSpace) -> Gap:
     if null.dimension > 1 or round(sampled.below(first.threshold)[0]) > 1:
         return first
     further = sampled.next_gap(first)
-    return first if further is None or sampled.crowd(further) < TUNING.crowd else further
+    return first if further is None or sampled.crowd(further) < TUNING.fewest_above else further
 
 
 def _whole(facts: dict[str, Any]) -> ClusterCount:
@@ -565,13 +561,13 @@ def _whole(facts: dict[str, Any]) -> ClusterCount:
         "no gap between clusters: the graph is connected, and no clear gap separates its smallest "
         f"eigenvalues above 0 (the first is {high:.3g}) from the others"
     )
-    return _no_count(reason, facts, Status(outcome="completed", message="the graph is one cluster"))
+    return _no_count(reason, "the graph is one cluster", facts)
 
 
 def _components_only(reason: str, facts: dict[str, Any]) -> ClusterCount:
     count = facts["num_components"]
     if count == 1:
-        return _no_count(reason, facts, Status(outcome="completed", message="there is no gap"))
+        return _no_count(reason, "there is no gap", facts)
     reason = f"{reason}; the count is the number of connected components"
     status = Status(outcome="completed", message="no clusters inside the components were found")
     return ClusterCount(count=count, stderr=0.0, reason=reason, status=status, **facts)
@@ -582,14 +578,16 @@ def _not_clusters(count: int, mean: float, facts: dict[str, Any]) -> ClusterCoun
         f"no clusters: the mean of the {count:,} eigenvalues left of the gap is {mean:.2g}, but "
         f"clusters with more edges inside than outside have a mean below {TUNING.conductance}"
     )
-    return _no_count(reason, facts, Status(outcome="completed", message="no clusters"))
+    return _no_count(reason, "no clusters", facts)
 
 
 def _failed(reason: str, advice: str, facts: dict[str, Any]) -> ClusterCount:
-    return _no_count(reason, facts, Status(outcome="max_steps", message=reason, advice=advice))
+    status = Status(outcome="max_steps", message=reason, advice=advice)
+    return ClusterCount(count=None, reason=reason, status=status, **facts)
 
 
-def _no_count(reason: str, facts: dict[str, Any], status: Status) -> ClusterCount:
+def _no_count(reason: str, message: str, facts: dict[str, Any]) -> ClusterCount:
+    status = Status(outcome="completed", message=message)
     return ClusterCount(count=None, reason=reason, status=status, **facts)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 
 import numpy as np
 import scipy.special
@@ -238,7 +238,7 @@ def density(
         >>> round(graphs.density(ring, num_moments=20).moment(1), 6)
         1.0
     """
-    check_choice("method", method, ("maxent", "lanczos", "kpm"))
+    check_choice("method", method, get_args(DensityMethod))
     if width is not None and method != "lanczos":
         raise ValueError(f"width is only used with method='lanczos', got method={method!r}")
     place: Any = {"matrix": matrix, "dtype": dtype, "device": device}

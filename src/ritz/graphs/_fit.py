@@ -103,9 +103,8 @@ class Fit:
 
     def __str__(self) -> str:
         lines = [
-            f"Nearest model: {self.model}",
-            "  Divergence of each model (and its 95 % quantile if the model is true), parameters.",
-            f"  Drawn graphs had {self.num_nodes} vertices.",
+            f"Nearest model: {self.model}; drawn graphs had {self.num_nodes} vertices",
+            f"  {'model':22} divergence ± error (of 95 % of its graphs) parameters (intervals)",
         ]
         return "\n".join([*lines, *(f"  {one}" for one in self.fits)])
 

@@ -35,7 +35,7 @@ Spacing = Literal["even", "square", "ratio", "whole"]
 class Tuning:
     """Sizes of the search of ``fit``.
 
-    With these values, the parameters of the drawn graphs of ``tests/graphs/test_fitting.py`` lie
+    With these values, the parameters of the drawn graphs of ``tests/graphs/test_fit.py`` lie
     within the fitted intervals.
     """
 

@@ -22,52 +22,50 @@ class Tuning:
 
     # The density is low in a stretch if it is below this fraction of its mean on either side. Half
     # of this threshold gives the same counts for eleven of these graphs.
-    low: float = 0.05
+    low_density: float = 0.05
     # Number of grid points per resolved angle.
-    points: int = 32
-    # Stretches wider than `alike` times the widest count as equally wide. If there are more than
-    # `rungs` of them, they are the spacings of a short cycle (such as one of 50 vertices).
-    alike: float = 0.95
-    rungs: int = 3
+    points_per_angle: int = 32
+    # Stretches wider than `equal_width` times the widest count as equally wide. More of them than
+    # `most_equal` are the spacings of a short cycle (such as one of 50 vertices).
+    equal_width: float = 0.95
+    most_equal: int = 3
     # A gap stands out if an equally wide stretch above it has this many eigenvalues. In the bulks
     # of sparse random graphs there are up to six.
-    crowd: int = 8
+    fewest_above: int = 8
     # With this many sampled eigenvalues above a gap, their spacings need not be computed.
-    sure: int = 32
+    many_above: int = 32
     # Fewer eigenvalues than this between two low stretches are noise, and the stretches are joined.
-    noise: float = 0.25
+    fewest_between: float = 0.25
     # A stretch is not a gap if another stretch above it is wider than this fraction of its width.
     # Grids and paths have gaps of about the same width everywhere.
-    ladder: float = 0.67
+    widest_above: float = 0.67
     # Largest grid of the maximum entropy problem. The peak of many eigenvalues 0 is as narrow as
     # the square of the resolution, so the grid grows as 2 m^2.
     largest_grid: int = 2**16
     # The filter amplifies each eigenvector below a gap by this factor over all others together.
-    strength: float = 100.0
+    amplification: float = 100.0
     # Number of probes for missed eigenvalues. One missed eigenvalue gives a mean square of
     # 1 +- sqrt(2/16).
-    num_checks: int = 16
-    # Up to this mean square, no eigenvalue counts as missed. It is 1 / strength^2 = 1e-4 if none
-    # was missed, and about 1 per missed eigenvalue.
-    missed: float = 0.25
+    check_probes: int = 16
+    # Up to this mean square, no eigenvalue counts as missed. It is 1 / amplification^2 = 1e-4 if
+    # none was missed, and about 1 per missed eigenvalue.
+    most_missed: float = 0.25
     # Number of standard errors by which the two counts may differ.
     agreement: float = 4.0
     # Number of probes with which the method `krylov` locates the gap.
-    locating: int = 10
+    locating_probes: int = 10
     # If at most this many eigenvalues are not 0, use Lanczos, which computes all of them. No smooth
     # density has their moments.
-    few: int = 32
+    few_nonzero: int = 32
     # Largest mean of the eigenvalues of clusters. On the span of the indicators of k clusters, the
     # trace of L is sum(phi_i), so the k smallest eigenvalues sum to at most this (Ky Fan). If the
     # conductance phi_i exceeds one half, most edges leave the cluster.
     conductance: float = 0.5
     # Maximum size of a filtered block in bytes, and the size above which it is float32.
-    memory: int = 2**32
-    large: int = 2**30
-    # Number of columns multiplied at once, and number of rows summed in the precision of the
-    # operator. Sums of 8192 products in float32 have five correct digits, enough for a gap.
+    most_bytes: int = 2**32
+    float32_bytes: int = 2**30
+    # Number of columns of the block that are multiplied at once.
     columns: int = 128
-    rows: int = 8192
 
 
 TUNING = Tuning()
@@ -134,8 +132,8 @@ def find_gap(stretches: list[Gap] | str, *, num_moments: int) -> Gap | str:
             f"the widest gap, {widest.low:.2g} to {widest.high:.2g}, is narrower than "
             f"{num_moments} moments resolve; raise num_moments"
         )
-    alike = sum(gap.width > TUNING.alike * widest.width for gap in stretches)
-    if alike > TUNING.rungs:
+    alike = sum(gap.width > TUNING.equal_width * widest.width for gap in stretches)
+    if alike > TUNING.most_equal:
         return f"{alike} gaps have about the same width, as in a cycle, so none can be chosen"
     return widest
 
@@ -154,8 +152,8 @@ def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Ga
         bulk: Fraction of the eigenvalues left of the middle of the bulk.
     """
     resolved = math.pi / num_moments
-    grid = torch.arange(TUNING.points * num_moments, dtype=torch.float64) + 0.5
-    angles = grid * resolved / TUNING.points
+    grid = torch.arange(TUNING.points_per_angle * num_moments, dtype=torch.float64) + 0.5
+    angles = grid * resolved / TUNING.points_per_angle
     values = 1 - angles.cos()
     below = density.cdf(values)
     inside = below < bulk
@@ -164,13 +162,13 @@ def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Ga
     angles, values, below = angles[inside], values[inside], below[inside]
     # d lambda = sin(theta) d theta: the density per angle.
     heights = density.pdf(values) * angles.sin()
-    end = angles[-1] + resolved / TUNING.points
+    end = angles[-1] + resolved / TUNING.points_per_angle
     left, right = below / angles, (bulk - below) / (end - angles)
-    runs = _runs(heights < TUNING.low * torch.minimum(left, right))
+    runs = _runs(heights < TUNING.low_density * torch.minimum(left, right))
     if not len(runs):
         return (
-            f"the density left of the bulk nowhere falls below {TUNING.low:.0%} of its mean on "
-            "either side; more num_moments may resolve a gap"
+            f"the density left of the bulk nowhere falls below {TUNING.low_density:.0%} of its "
+            "mean on either side; more num_moments may resolve a gap"
         )
     return [
         Gap(
@@ -227,10 +225,10 @@ def widest_crowded(values: Tensor, gap: Gap) -> Gap:
         gap: A gap below whose upper end all eigenvalues are known.
     """
     ends = values[values < gap.high]
-    if len(ends) < TUNING.crowd + 2:
+    if len(ends) < TUNING.fewest_above + 2:
         high = float(ends[0]) if len(ends) else gap.high
         return Gap(low=0.0, high=high, threshold=high / 2)
-    return _widest(ends, len(ends) - TUNING.crowd)
+    return _widest(ends, len(ends) - TUNING.fewest_above)
 
 
 def _widest(ends: Tensor, count: int) -> Gap:
@@ -247,8 +245,8 @@ def stands_out(gap: Gap, above: Tensor) -> bool:
     The nine next eigenvalues must lie in an interval as wide as the gap, and no spacing may exceed
     half of its width. In a grid or a path, all gaps have about the same width.
     """
-    angles = _angles(above[: TUNING.crowd + 1])
-    if len(angles) <= TUNING.crowd:
+    angles = _angles(above[: TUNING.fewest_above + 1])
+    if len(angles) <= TUNING.fewest_above:
         return False
     near = float(angles[-1] - angles[0]) <= gap.width
     return near and float(angles.diff().max()) <= gap.width / 2

@@ -331,5 +331,5 @@ _TITLES = {
     "symmetric_kl": "Symmetric Kullback-Leibler divergence",
     "jensen_shannon": "Jensen-Shannon divergence",
     "wasserstein": "Wasserstein distance",
-    "heat": "Distance between heat traces",
+    "heat": "Heat-trace distance",
 }

@@ -12,8 +12,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from ritz._core.batches import is_rows
+from ritz._core.blocks import power_of_two
 from ritz._core.checks import check_choice, check_type, is_below
-from ritz._core.results import Estimate, Status, plain_estimate, power_of_two
+from ritz._core.results import Estimate, Status, plain_estimate
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, KnownLoss, known_loss, require_outputs

@@ -1,6 +1,5 @@
 """`LinearOperator`, the base class of operators; `check_symmetric`; sums and multiples."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, final
@@ -13,13 +12,13 @@ from torch import Tensor
 from ritz._core.checks import (
     as_plain,
     check_count,
-    check_range,
+    check_number,
     check_real_floating,
     check_tensor,
     check_type,
     is_below,
 )
-from ritz._core.random import probes, resolve_generator
+from ritz._core.random import draw_probes, resolve_generator
 
 
 class LinearOperator(ABC):
@@ -164,8 +163,7 @@ def check_symmetric(
     """
     check_linear("op", op)
     n = op.shape[0]
-    generator = resolve_generator(generator)
-    block = probes((n, 2), kind="gaussian", generator=generator, dtype=op.dtype, device=op.device)
+    block = draw_probes(op, 2, kind="gaussian", generator=resolve_generator(generator))
     product = op.matmat(block).double()
     peak = float(product.abs().max()) or 1.0
     product /= peak  # the square of a norm may overflow where the norm does not
@@ -251,9 +249,3 @@ def check_linear(name: str, op: Any) -> None:
 def _writes(tensor: Tensor) -> int:
     """Return the number of in-place writes to a tensor. 0 if torch does not count them."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def check_number(name: str, value: float) -> None:
-    check_range(name, value)
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")

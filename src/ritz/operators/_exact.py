@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ritz.operators._base import LinearOperator, ScaledOperator, SumOperator
+from ritz.operators._base import LinearOperator, ScaledOperator, SumOperator, check_linear
 from ritz.operators._kernel import KernelOperator
 from ritz.operators._laplacian import LaplacianOperator
 from ritz.operators._sparse import SparseOperator
@@ -46,6 +46,9 @@ class Exact(NamedTuple):
         return cls(diagonal if quantity == "diagonal" else float(diagonal.double().sum()))
 
 
+UNKNOWN = Exact(None, "")
+
+
 @singledispatch
 def exact(op: LinearOperator, quantity: Quantity) -> Exact:
     """Return the diagonal or the trace of ``op`` if its structure gives it without products.
@@ -54,7 +57,8 @@ def exact(op: LinearOperator, quantity: Quantity) -> Exact:
         op: The operator.
         quantity: ``diagonal``, a tensor ``(n,)``, or ``trace``, a float.
     """
-    return Exact(None, "")
+    check_linear("op", op)
+    return UNKNOWN
 
 
 @singledispatch
@@ -74,7 +78,7 @@ def lower_bound(op: LinearOperator) -> Exact:
     Sums are rounded downwards, by a bound of their roundoff. So the bound holds for the matrix with
     exactly these entries, and not only to roundoff.
     """
-    return Exact(None, "")
+    return UNKNOWN
 
 
 # ------------------------------------------------------------------------------------------
@@ -166,13 +170,10 @@ def _combine(quantity: Quantity, rule: Callable[..., Any], *ops: LinearOperator)
 
 
 @gershgorin.register
-def _(op: DenseOperator) -> tuple[float, float] | None:
-    return _discs(op.matrix.diagonal(), op.matrix.abs().sum(1, dtype=torch.float64))
-
-
-@gershgorin.register
-def _(op: SparseOperator) -> tuple[float, float] | None:
-    return _discs(op.rows.diagonal(), op.rows.sums())
+def _(op: DenseOperator | SparseOperator) -> tuple[float, float] | None:
+    diagonal, sums = _diagonal_and_sums(op)
+    radius = sums - diagonal.abs()
+    return float((diagonal - radius).min()), float((diagonal + radius).max())
 
 
 @gershgorin.register
@@ -198,43 +199,32 @@ def _(op: DiagonalOperator) -> tuple[float, float] | None:
     return float(op.entries.min()), float(op.entries.max())
 
 
-def _discs(diagonal: Tensor, absolute_row_sums: Tensor) -> tuple[float, float]:
-    diagonal = diagonal.double()  # a radius may be far below the entry it is subtracted from
-    radius = absolute_row_sums - diagonal.abs()
-    return float((diagonal - radius).min()), float((diagonal + radius).max())
+def _diagonal_and_sums(op: DenseOperator | SparseOperator) -> tuple[Tensor, Tensor]:
+    """Return the diagonal and the sums of the absolute values of the rows."""
+    # In float64, since a radius may be far below the diagonal entry it is subtracted from.
+    if isinstance(op, SparseOperator):
+        return op.rows.diagonal().double(), op.rows.sums()
+    sums = torch.linalg.vector_norm(op.matrix, 1, dim=1, dtype=torch.float64)
+    return op.matrix.diagonal().double(), sums
 
 
 # ------------------------------------------------------------------------------------------
 # Certain lower bounds of the eigenvalues.
 
 
-def row_excess(diagonal: Tensor, absolute_row_sums: Tensor, lengths: Tensor | int) -> Tensor:
-    r"""Return a lower bound of each :math:`a_{ii} - \sum_{j \ne i} |a_{ij}|`, ``(n,)``.
-
-    Args:
-        diagonal: ``(n,)``.
-        absolute_row_sums: Computed sums of all absolute values of a row, ``(n,)``, float64.
-        lengths: Numbers of entries of the rows.
-    """
-    diagonal = diagonal.double()
-    excess = diagonal + diagonal.abs() - absolute_row_sums
+def row_excess(op: DenseOperator | SparseOperator) -> Tensor:
+    r"""Return a lower bound of each :math:`a_{ii} - \sum_{j \ne i} |a_{ij}|`, ``(n,)``."""
+    diagonal, sums = _diagonal_and_sums(op)
+    lengths = op.rows.pointers.diff() if isinstance(op, SparseOperator) else op.shape[0]
     # A sum of m numbers has a relative error of at most (m - 1) u (Higham 2002, Section 4.2); the
     # three operations here add at most 3 u of all absolute values together.
     unit = torch.finfo(torch.float64).eps / 2
-    return excess - (lengths + 4) * unit * (absolute_row_sums + diagonal.abs())
+    return diagonal + diagonal.abs() - sums - (lengths + 4) * unit * (sums + diagonal.abs())
 
 
 @lower_bound.register
-def _(op: DenseOperator) -> Exact:
-    sums = torch.linalg.vector_norm(op.matrix, 1, dim=1, dtype=torch.float64)
-    return _smallest(row_excess(op.matrix.diagonal(), sums, op.shape[0]), "Gershgorin's discs")
-
-
-@lower_bound.register
-def _(op: SparseOperator) -> Exact:
-    rows = op.rows
-    excess = row_excess(rows.diagonal(), rows.sums(), rows.pointers.diff())
-    return _smallest(excess, "Gershgorin's discs")
+def _(op: DenseOperator | SparseOperator) -> Exact:
+    return _smallest(row_excess(op), "Gershgorin's discs")
 
 
 @lower_bound.register
@@ -247,7 +237,7 @@ def _(op: LaplacianOperator) -> Exact:
     # x'(D - W) x = sum_ij w_ij (x_i - x_j)^2 / 2 >= 0. The others are bounded by row sums.
     if op.matrix in ("laplacian", "normalized"):
         return Exact(0.0, "a Laplacian")
-    return Exact(None, "")
+    return UNKNOWN
 
 
 @lower_bound.register
@@ -258,7 +248,7 @@ def _(op: KernelOperator) -> Exact:
 @lower_bound.register
 def _(op: LowRankOperator) -> Exact:
     if bool((op.scales < 0).any()):
-        return Exact(None, "")
+        return UNKNOWN
     return _smallest(op.entries.double(), "the diagonal below the low rank")
 
 
@@ -269,7 +259,7 @@ def _(op: ShiftedOperator) -> Exact:
 
 @lower_bound.register
 def _(op: ScaledOperator) -> Exact:
-    return _bounded(lambda bound: op.factor * bound, op.op) if op.factor >= 0 else Exact(None, "")
+    return _bounded(lambda bound: op.factor * bound, op.op) if op.factor >= 0 else UNKNOWN
 
 
 @lower_bound.register
@@ -291,7 +281,7 @@ def _(op: BlockDiagonalOperator) -> Exact:
 def _(op: KroneckerOperator) -> Exact:
     factors = [lower_bound(part) for part in (op.left, op.right)]
     if any(factor.value is None or factor.value < 0 for factor in factors):
-        return Exact(None, "")
+        return UNKNOWN
     return _bounded(operator.mul, op.left, op.right)
 
 
@@ -303,7 +293,7 @@ def _bounded(rule: Callable[..., float], *ops: LinearOperator) -> Exact:
     """Apply a monotone rule to the bounds of several operators, and round downwards."""
     parts = [lower_bound(op) for op in ops]
     if any(part.value is None for part in parts):
-        return Exact(None, "")
+        return UNKNOWN
     values = [part.value for part in parts]
     result = rule(*values) if len(values) > 1 else rule(values[0])
     unit = torch.finfo(torch.float64).eps * max(map(abs, (*values, result)))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ritz._core.batches import as_tensor
-from ritz._core.checks import check_choice, check_finite, check_range, check_tensor
+from ritz._core.checks import check_choice, check_finite, check_range, check_tensor, check_type
+from ritz._core.density import as_points
 from ritz.operators._base import LinearOperator
 
 Kernel = Literal["squared_exponential", "matern12", "matern32", "matern52"]
@@ -61,6 +62,7 @@ class KernelOperator(LinearOperator):
         noise: float | Tensor = 0.0,
     ) -> None:
         points = as_tensor(points)
+        check_type("points", points, Tensor, "a tensor or NumPy array")
         if points.ndim != 2:
             raise ValueError(f"points must be (n, d), got {tuple(points.shape)}")
         # At 32 columns, evaluating a tile costs no more than multiplying with it.
@@ -70,7 +72,7 @@ class KernelOperator(LinearOperator):
         self.points, self.kernel = points.detach(), kernel
         self.outputscale = _number("outputscale", outputscale)
         self.noise = _number("noise", noise)
-        scale = torch.as_tensor(lengthscale, dtype=points.dtype, device=points.device)
+        scale = as_points(lengthscale, "lengthscale").to(points)
         if scale.shape not in ((), (points.shape[1],)) or not bool((scale > 0).all()):
             raise ValueError(
                 f"lengthscale must be a positive number or one per dimension, got {lengthscale}"

@@ -7,13 +7,19 @@ import torch
 from torch import Tensor
 
 from ritz._core.blocks import inner_products
-from ritz._core.checks import check_finite, check_range, check_tensor, check_type, is_below
+from ritz._core.checks import (
+    check_finite,
+    check_number,
+    check_range,
+    check_tensor,
+    check_type,
+    is_below,
+)
 from ritz._core.distributed import Group, all_sum, world_size
 from ritz.operators._base import (
     LinearOperator,
     WrappingOperator,
     check_alike,
-    check_number,
     check_symmetric,
 )
 
@@ -75,22 +81,19 @@ class LowRankOperator(LinearOperator):
     def __init__(
         self, factors: Tensor, *, scales: Tensor | None = None, entries: Tensor | None = None
     ) -> None:
-        for name, given in (("factors", factors), ("scales", scales), ("entries", entries)):
-            if given is not None or name == "factors":
-                check_type(name, given, Tensor, "a torch.Tensor")
+        check_type("factors", factors, Tensor, "a torch.Tensor")
         if factors.ndim != 2:
             raise ValueError(f"factors must be (n, r), got {tuple(factors.shape)}")
         n, r = factors.shape
         super().__init__(n, dtype=factors.dtype, device=factors.device)
-        self.factors = factors.detach()
-        self.scales = factors.new_ones(r) if scales is None else scales.detach()
-        self.entries = factors.new_zeros(n) if entries is None else entries.detach()
-        for name, vector, rows in (("scales", self.scales, r), ("entries", self.entries, n)):
-            check_tensor(name, vector, dtype=self.dtype, device=self.device, rows=rows)
-            if vector.ndim != 1:
-                raise ValueError(f"{name} must be ({rows},), got {tuple(vector.shape)}")
-        for name in ("factors", "scales", "entries"):
-            check_finite(name, getattr(self, name))
+        check_finite("factors", factors)
+        scales = factors.new_ones(r) if scales is None else scales
+        entries = factors.new_zeros(n) if entries is None else entries
+        for name, vector, rows in (("scales", scales, r), ("entries", entries, n)):
+            check_tensor(name, vector, dtype=self.dtype, device=self.device, rows=rows, ndim=1)
+            check_finite(name, vector)
+        self.factors, self.scales = factors.detach(), scales.detach()
+        self.entries = entries.detach()
         self._detail = f"rank {r} plus diagonal"
 
     def _matmat(self, block: Tensor) -> Tensor:

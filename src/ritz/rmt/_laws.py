@@ -9,7 +9,7 @@ import torch
 from scipy.special import wofz
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_positive, check_range
+from ritz._core.checks import check_count, check_number, check_positive, check_range
 from ritz._core.density import NO_ATOMS, Atoms, as_points
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
@@ -176,9 +176,7 @@ class _SymmetricLaw(Law):
     variance: float = 1.0
 
     def __post_init__(self) -> None:
-        check_range("mean", self.mean)
-        if not math.isfinite(self.mean):
-            raise ValueError(f"mean must be finite, got {self.mean}")
+        check_number("mean", self.mean)
         check_positive("variance", self.variance)
 
     @property

@@ -1,7 +1,7 @@
 """Spectra from matrix-vector products: eigenpairs, densities, traces, log determinants."""
 
 from ritz._core.density import Density
-from ritz.spectra._cg import solve
+from ritz.spectra._cg import LowRankPreconditioner, solve
 from ritz.spectra._density import DiscreteDensity, PolynomialDensity, SmoothedDensity, density
 from ritz.spectra._functions import logdet, trace_function
 from ritz.spectra._lanczos import (
@@ -14,7 +14,7 @@ from ritz.spectra._lanczos import (
     spectral_norm,
 )
 from ritz.spectra._likelihood import log_likelihood
-from ritz.spectra._logdet_gradient import LowRankPreconditioner, backward_gradient, logdet_gradient
+from ritz.spectra._logdet_gradient import backward_gradient, logdet_gradient
 from ritz.spectra._maxent import EntropicDensity, maxent
 from ritz.spectra._moments import Moments, moments
 from ritz.spectra._positive_definite import NotPositiveDefiniteError

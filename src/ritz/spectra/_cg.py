@@ -1,20 +1,33 @@
-"""``solve``: conjugate gradients for several right-hand sides at once."""
+"""``solve``: conjugate gradients for several right-hand sides; a preconditioner of kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ritz._core.batches import as_tensor
-from ritz._core.blocks import column_dots
-from ritz._core.checks import check_count, check_finite, check_range, check_tensor, is_below
+from ritz._core.blocks import column_dots, column_norms, power_of_two
+from ritz._core.checks import (
+    check_count,
+    check_finite,
+    check_range,
+    check_tensor,
+    check_type,
+    is_below,
+)
 from ritz._core.progress import Progress, tracking
-from ritz._core.results import AsymmetryError, HasStatus, Status, power_of_two
+from ritz._core.results import AsymmetryError, HasStatus, Status
 from ritz._core.storage import storable
-from ritz.operators import FunctionOperator, LinearOperator, OperatorLike, as_operator
+from ritz.operators import (
+    FunctionOperator,
+    KernelOperator,
+    LinearOperator,
+    OperatorLike,
+    as_operator,
+)
 from ritz.spectra._positive_definite import NotPositiveDefiniteError
 
 Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
@@ -111,7 +124,7 @@ def solve(
         check_finite("initial", initial)
         x = initial.reshape(rhs.shape) / unit
         residual, spent = rhs - op.matmat(x), rhs.shape[1]
-    goal = (rtol * column_dots(rhs, rhs).sqrt()).clamp_min(atol / unit)
+    goal = (rtol * column_norms(rhs)).clamp_min(atol / unit)
     if callable(preconditioner):
         preconditioner = FunctionOperator(
             preconditioner, n=n, dtype=op.dtype, device=op.device, name="preconditioner"
@@ -122,7 +135,7 @@ def solve(
         # recurrence stops 10 % below the goal.
         watch = None if stop is None else _Stop(stop, x, rhs, unit)
         history, products = _iterate(op, x, residual, 0.9 * goal, max_steps, apply, bar, watch)
-    residuals = column_dots(*[rhs - op.matmat(x)] * 2).sqrt()
+    residuals = column_norms(rhs - op.matmat(x))
     x *= unit
     if not bool(torch.isfinite(x).all()):
         raise ValueError(f"the solution leaves the range of {op.dtype}: scale the system")
@@ -146,7 +159,7 @@ def _iterate(
     stop: "_Stop | None",
 ) -> tuple[list[Tensor], int]:
     """Improve ``x`` in place; return the residual norms of each step and the number of products."""
-    norms = column_dots(residual, residual).sqrt()
+    norms = column_norms(residual)
     history, products = [norms], 0
     active = (~(norms <= goal)).nonzero()[:, 0]
     r = residual if len(active) == len(goal) else residual[:, active]
@@ -168,7 +181,7 @@ def _iterate(
             x[:, active] = torch.addcmul(x[:, active], direction, step)
         r.addcmul_(product, step, value=-1)
         norms = norms.clone()
-        norms[active] = column_dots(r, r).sqrt()
+        norms[active] = column_norms(r)
         history.append(norms)
         bar.update(done + 1, f"residual {float(norms.max()):.1e}")
         if stop is not None and stop(r, active):
@@ -258,3 +271,78 @@ def _status(residuals: Tensor, goal: Tensor, steps: int, stopped: bool) -> Statu
         f"largest residual {float(residuals.max()):.1g}",
         advice="raise max_steps or rtol, precondition, or use float64",
     )
+
+
+# ------------------------------------------------------------------------------------------
+# A preconditioner for kernel matrices.
+
+# A pivot below this fraction of the output scale is roundoff, because it is a difference of numbers
+# as large as the output scale.
+SMALLEST_PIVOT = 1e-10
+
+
+@final
+class LowRankPreconditioner:
+    r"""Inverse powers of the approximation :math:`P = L L^\top + \delta I` of a kernel matrix.
+
+    :math:`L` is the Cholesky factor with diagonal pivoting, stopped after ``rank`` columns, and
+    :math:`\delta` is the noise plus the mean of the diagonal that the factor leaves. With
+    :math:`L = U \Sigma V^\top`, any power of :math:`P` follows. As
+    :math:`L L^\top + \sigma^2 I \le K`, the eigenvalues of :math:`P^{-1/2} K P^{-1/2}` are at least
+    :math:`\sigma^2/\delta`.
+
+    Cost: ``rank`` columns of the matrix and O(n rank²). Memory: two blocks ``(n, rank)``.
+
+    Args:
+        op: The kernel matrix, with noise.
+        rank: Number of columns, at most ``n``.
+
+    Attributes:
+        pivots: The chosen points, in order.
+
+    Reference: Harbrecht, Peters and Schneider (2012); Gardner et al. (2018), Section 4.1.
+    """
+
+    def __init__(self, op: KernelOperator, *, rank: int) -> None:
+        check_type("op", op, KernelOperator, "a KernelOperator")
+        rank = check_count("rank", rank)
+        if not op.noise > 0:
+            raise ValueError("noise of the kernel operator must be positive, got 0")
+        factor, left, self.pivots = _pivoted_cholesky(op, min(rank, op.shape[0]))
+        self._basis, values, _ = torch.linalg.svd(factor, full_matrices=False)
+        self._shift = op.noise + max(0.0, float(left.mean()))
+        self._values = values.square() + self._shift
+
+    def inverse(self, block: Tensor) -> Tensor:
+        r"""Return :math:`P^{-1} X`, like ``block`` ``(n, k)``."""
+        return self._power(block, -1.0)
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        r"""Return :math:`P^{-1/2} X`, like ``block`` ``(n, k)``."""
+        return self._power(block, -0.5)
+
+    def _power(self, block: Tensor, exponent: float) -> Tensor:
+        # P^a = delta^a I + U [(Sigma^2 + delta)^a - delta^a] U'
+        outside = self._shift**exponent
+        change = (self._values**exponent - outside)[:, None] * (self._basis.T @ block)
+        return torch.addmm(outside * block, self._basis, change)
+
+
+@torch.no_grad()
+def _pivoted_cholesky(op: KernelOperator, rank: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Return columns of the factor of the matrix without noise, the diagonal left, the pivots."""
+    factor = torch.zeros(op.shape[0], rank, dtype=op.dtype, device=op.device)
+    left = torch.full_like(factor[:, 0], op.outputscale)
+    pivots: list[int] = []
+    for done in range(rank):
+        pivot = int(left.argmax())
+        largest = float(left[pivot])
+        if largest <= SMALLEST_PIVOT * op.outputscale:
+            break
+        # L_j = (K e_p - L L' e_p) / sqrt(d_p),  d <- d - L_j^2
+        column = op.cross(op.points[pivot : pivot + 1])[:, 0]
+        column = column - factor[:, :done] @ factor[pivot, :done]
+        factor[:, done] = column / largest**0.5
+        left = left - factor[:, done].square()
+        pivots.append(pivot)
+    return factor[:, : len(pivots)], left, pivots

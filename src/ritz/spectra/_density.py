@@ -1,6 +1,7 @@
 """``density`` by Lanczos quadrature or the kernel polynomial method, and the results of both."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, final, get_args
@@ -8,16 +9,64 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count
-from ritz._core.density import NO_ATOMS, Atoms, SampledDensity, as_points
+from ritz._core.checks import check_choice, check_count, check_positive
+from ritz._core.density import NO_ATOMS, Atoms, as_points
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, draw_probes, resolve_generator
+from ritz._core.results import stderr
 from ritz._core.storage import storable
 from ritz.operators import OperatorLike, as_operator
 from ritz.spectra._functions import ritz_rules
 from ritz.spectra._lanczos import TUNING as LANCZOS
 from ritz.spectra._lanczos import Reorthogonalization
 from ritz.spectra._moments import Moments, moments
+
+# ------------------------------------------------------------------------------------------
+# Densities averaged over probes.
+
+
+class SampledDensity(ABC):
+    """Density with one curve per probe, averaged, with error bands."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _pdf_samples(self, x: Tensor) -> Tensor:
+        """Return the density at the points, one row per probe."""
+
+    @abstractmethod
+    def _cdf_samples(self, x: Tensor) -> Tensor:
+        """Return the fraction of eigenvalues at or below the points, one row per probe."""
+
+    def pdf(self, x: Tensor) -> Tensor:
+        """Return the density at the points."""
+        return self._pdf_samples(x).mean(0)
+
+    def pdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> tuple[Tensor, Tensor]:
+        """Return ``pdf`` minus and plus ``sigmas`` standard errors over probes."""
+        return _band(self._pdf_samples(x), sigmas)
+
+    def cdf(self, x: Tensor) -> Tensor:
+        """Return the fraction of eigenvalues at or below each point."""
+        return self._cdf_samples(x).mean(0)
+
+    def cdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> tuple[Tensor, Tensor]:
+        """Return ``cdf`` minus and plus ``sigmas`` standard errors over probes."""
+        return _band(self._cdf_samples(x), sigmas)
+
+    def mass(self, low: float, high: float) -> float:
+        """Return the fraction of eigenvalues in ``(low, high]``."""
+        # mass of (low, high] = cdf(high) - cdf(low)
+        ends = self.cdf(torch.tensor([low, high], dtype=torch.float64))
+        return float(ends[1] - ends[0])
+
+
+def _band(samples: Tensor, sigmas: float) -> tuple[Tensor, Tensor]:
+    """Return the mean over the first axis minus and plus ``sigmas`` standard errors."""
+    # NaN for a single probe, which has no standard error.
+    mean, error = samples.mean(0), stderr(samples)
+    return mean - sigmas * error, mean + sigmas * error
+
 
 # ------------------------------------------------------------------------------------------
 # Weighted points and their Gaussian smoothing.
@@ -76,8 +125,7 @@ class DiscreteDensity(SampledDensity):
         if width is None:
             low, high = self.support
             width = (high - low) / self.nodes.shape[1] or max(abs(high), 1.0) * 1e-3
-        if not width > 0:
-            raise ValueError(f"width must be positive, got {width}")
+        check_positive("width", width)
         return SmoothedDensity(discrete=self, width=float(width))
 
     def __str__(self) -> str:
@@ -237,8 +285,8 @@ class PolynomialDensity(SampledDensity):
         return float((self._series(angles).mean(0) * points**degree).mean())
 
     def __str__(self) -> str:
-        name = f"PolynomialDensity of order {self.dimension:,}"
-        return f"{name} from {self.moments}, width {self.width:.3g}"
+        name = f"PolynomialDensity of order {self.dimension:,}, width {self.width:.3g}"
+        return f"{name}, from {self.moments}"
 
     def _series(self, angles: Tensor) -> Tensor:
         """Return the bracket of the formula at ``t = cos(angle)``, one row per probe."""

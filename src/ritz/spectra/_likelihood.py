@@ -3,24 +3,23 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ritz._core.batches import as_tensor
-from ritz._core.blocks import column_dots
+from ritz._core.blocks import column_dots, euclidean_norm, power_of_two
 from ritz._core.checks import check_choice, check_finite, check_tensor
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
-from ritz._core.results import Estimate, Status, euclidean_norm, power_of_two
+from ritz._core.results import Estimate, Status
 from ritz._core.sampling import ROUNDOFF
 from ritz.operators import KernelOperator, LinearOperator, OperatorLike, as_operator
-from ritz.spectra._cg import solve
+from ritz.spectra._cg import LowRankPreconditioner, solve
 from ritz.spectra._functions import logdet
 from ritz.spectra._logdet_gradient import (
-    LowRankPreconditioner,
     differentiable,
     exact_by_factor,
     factor_gradient,
@@ -93,12 +92,10 @@ def log_likelihood(
         True
     """
     op = as_operator(op)
-    check_choice("method", method, ("auto", "cholesky", "krylov", "lanczos"))
+    check_choice("method", method, get_args(LikelihoodMethod))
     y = as_tensor(y)
-    check_tensor("y", y, dtype=op.dtype, device=op.device, rows=op.shape[0])
+    check_tensor("y", y, dtype=op.dtype, device=op.device, rows=op.shape[0], ndim=1)
     check_finite("y", y)
-    if y.ndim != 1:
-        raise ValueError(f"y must be ({op.shape[0]},), got {tuple(y.shape)}")
     parameters = op.parameters if isinstance(op, KernelOperator) else {}
     parameters = parameters | ({"y": y} if y.requires_grad else {})
     if isinstance(op, KernelOperator) and (method == "cholesky" or (method == "auto" and fits(op))):
@@ -214,7 +211,6 @@ def inverse_form(
     y: Tensor,
     *,
     rtol: float | None = None,
-    max_steps: int | None = None,
     rank: int = 200,
     progress: bool | Progress = False,
 ) -> tuple[Estimate, Tensor]:
@@ -236,7 +232,6 @@ def inverse_form(
         op,
         y,
         rtol=rtol,
-        max_steps=max_steps,
         preconditioner=_preconditioner(op, rank),
         progress=progress,
     )
@@ -251,7 +246,7 @@ def inverse_form(
         error = float(column_dots(residual, residual)) / noise
     else:
         # Without a bound of A^{-1}, solve for r'A^{-1}r, to a relative accuracy of 0.01.
-        rest = solve(op, residual[:, 0], rtol=0.01, max_steps=max_steps)
+        rest = solve(op, residual[:, 0], rtol=0.01)
         known = rest.status.ok
         error = 2 * abs(float(column_dots(residual, rest.x[:, None]))) if known else math.inf
     estimate = Estimate.exact(

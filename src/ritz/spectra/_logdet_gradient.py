@@ -2,18 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ritz._core.checks import check_choice, check_count, check_range, is_below
+from ritz._core.blocks import power_of_two
+from ritz._core.checks import check_choice, check_count, check_range, check_type, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import draw_probes, resolve_generator
-from ritz._core.results import Estimate, Status, power_of_two
+from ritz._core.results import Estimate, Status
 from ritz._core.sampling import ROUNDOFF, doubt_equal_samples
 from ritz.operators import FunctionOperator, KernelOperator, LinearOperator
+from ritz.spectra._cg import LowRankPreconditioner
 from ritz.spectra._lanczos import TUNING as LANCZOS
 from ritz.spectra._lanczos import Recurrence, step
 from ritz.spectra._positive_definite import (
@@ -30,84 +32,11 @@ GradientMethod = Literal["auto", "cholesky", "lanczos"]
 class Tuning:
     """Constants of the gradients."""
 
-    # A pivot below this fraction of the output scale is roundoff, because it is a difference of
-    # numbers as large as the output scale.
-    pivot: float = 1e-10
     # A matrix of up to 32 MiB, which is 2048 rows in float64, is factored: a second on one thread.
     dense: int = 2**25
 
 
 TUNING = Tuning()
-
-# ------------------------------------------------------------------------------------------
-# Low-rank approximations of kernel matrices, for solving systems with them.
-
-
-@final
-class LowRankPreconditioner:
-    r"""Inverse powers of the approximation :math:`P = L L^\top + \delta I` of a kernel matrix.
-
-    :math:`L` is the Cholesky factor with diagonal pivoting, stopped after ``rank`` columns, and
-    :math:`\delta` is the noise plus the mean of the diagonal that the factor leaves. With
-    :math:`L = U \Sigma V^\top`, any power of :math:`P` follows. As
-    :math:`L L^\top + \sigma^2 I \le K`, the eigenvalues of :math:`P^{-1/2} K P^{-1/2}` are at least
-    :math:`\sigma^2/\delta`.
-
-    Cost: ``rank`` columns of the matrix and O(n rank²). Memory: two blocks ``(n, rank)``.
-
-    Args:
-        op: The kernel matrix, with noise.
-        rank: Number of columns, at most ``n``.
-
-    Attributes:
-        pivots: The chosen points, in order.
-
-    Reference: Harbrecht, Peters and Schneider (2012); Gardner et al. (2018), Section 4.1.
-    """
-
-    def __init__(self, op: KernelOperator, *, rank: int) -> None:
-        rank = check_count("rank", rank)
-        if not op.noise > 0:
-            raise ValueError("noise of the kernel operator must be positive, got 0")
-        factor, left, self.pivots = _pivoted_cholesky(op, min(rank, op.shape[0]))
-        self._basis, values, _ = torch.linalg.svd(factor, full_matrices=False)
-        self._shift = op.noise + max(0.0, float(left.mean()))
-        self._values = values.square() + self._shift
-
-    def inverse(self, block: Tensor) -> Tensor:
-        r"""Return :math:`P^{-1} X`, like ``block`` ``(n, k)``."""
-        return self._power(block, -1.0)
-
-    def inverse_root(self, block: Tensor) -> Tensor:
-        r"""Return :math:`P^{-1/2} X`, like ``block`` ``(n, k)``."""
-        return self._power(block, -0.5)
-
-    def _power(self, block: Tensor, exponent: float) -> Tensor:
-        # P^a = delta^a I + U [(Sigma^2 + delta)^a - delta^a] U'
-        outside = self._shift**exponent
-        change = (self._values**exponent - outside)[:, None] * (self._basis.T @ block)
-        return torch.addmm(outside * block, self._basis, change)
-
-
-@torch.no_grad()
-def _pivoted_cholesky(op: KernelOperator, rank: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Return columns of the factor of the matrix without noise, the diagonal left, the pivots."""
-    factor = torch.zeros(op.shape[0], rank, dtype=op.dtype, device=op.device)
-    left = torch.full_like(factor[:, 0], op.outputscale)
-    pivots: list[int] = []
-    for done in range(rank):
-        pivot = int(left.argmax())
-        largest = float(left[pivot])
-        if largest <= TUNING.pivot * op.outputscale:
-            break
-        # L_j = (K e_p - L L' e_p) / sqrt(d_p),  d <- d - L_j^2
-        column = op.cross(op.points[pivot : pivot + 1])[:, 0]
-        column = column - factor[:, :done] @ factor[pivot, :done]
-        factor[:, done] = column / largest**0.5
-        left = left - factor[:, done].square()
-        pivots.append(pivot)
-    return factor[:, : len(pivots)], left, pivots
-
 
 # ------------------------------------------------------------------------------------------
 # Vectors whose covariance is the inverse of a matrix, by the Lanczos recurrence.
@@ -258,14 +187,13 @@ def logdet_gradient(
 
     Reference: Gardner et al. (2018), Section 4, for the usual estimate.
     """
-    check_choice("method", method, ("auto", "cholesky", "lanczos"))
+    check_choice("method", method, get_args(GradientMethod))
     num_probes = check_count("num_probes", num_probes, low=2)
     check_range("rtol", rtol, low=0.0, high=1.0)
     max_steps = check_count("max_steps", max_steps)
     rank = check_count("rank", rank)
     generator = resolve_generator(generator)
-    if not isinstance(op, KernelOperator):
-        raise TypeError(f"op must be a KernelOperator, got {type(op).__name__}")
+    check_type("op", op, KernelOperator, "a KernelOperator")
     if not op.parameters:
         raise ValueError(f"no parameter of {op!r} requires a gradient")
     if method == "cholesky" or (method == "auto" and fits(op)):
@@ -303,34 +231,6 @@ def logdet_gradient(
         truncation = estimate.truncation + worst * size
         gradient[name] = replace(estimate, truncation=truncation).with_status(None)
     return gradient
-
-
-def attach_gradient(
-    estimate: Estimate,
-    op: LinearOperator,
-    *,
-    generator: torch.Generator | None = None,
-    **options: Any,
-) -> Estimate:
-    """Return a log determinant whose mean is differentiable in the parameters of a kernel operator.
-
-    The backward pass estimates the gradient with random probes, from the current state of the
-    generator. Without parameters that require gradients, the estimate is returned unchanged.
-
-    Args:
-        estimate: The log determinant.
-        op: Its operator.
-        generator: Source of the vectors. Defaults to a new generator with seed 0.
-        **options: Passed to :func:`logdet_gradient`.
-    """
-    if not isinstance(op, KernelOperator):
-        return estimate
-    source = resolve_generator(generator).clone_state()
-    return differentiable(
-        estimate,
-        op.parameters,
-        lambda: logdet_gradient(op, generator=source.clone_state(), **options),
-    )
 
 
 def differentiable(

@@ -2,16 +2,22 @@
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ritz._core.blocks import column_dots, inner_products, orthonormalize
+from ritz._core.blocks import (
+    column_dots,
+    column_norms,
+    inner_products,
+    orthonormalize,
+    power_of_two,
+)
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, draw_probes, resolve_generator
-from ritz._core.results import Estimate, Status, power_of_two
+from ritz._core.results import Estimate, Status
 from ritz._core.sampling import (
     FEWEST,
     ROUNDOFF,
@@ -81,12 +87,12 @@ def trace(
         tensor(5., dtype=torch.float64)
     """
     op = as_operator(op)
-    check_choice("method", method, ("auto", "exact", "hutchinson", "hutch++", "xtrace"))
+    check_choice("method", method, get_args(TraceMethod))
+    plan = Sampling(num_probes, rtol, max_probes, probe=probe)
+    generator = resolve_generator(generator)
     known, reason = _by_structure(op, "trace", method)
     if known is not None:
         return known
-    generator = resolve_generator(generator)
-    plan = Sampling(num_probes, rtol, max_probes, probe=probe)
     if method in ("hutchinson", "hutch++"):
         rank = min(num_probes, op.shape[0]) if method == "hutch++" else 0
         return _hutchinson(op, plan, generator, progress, rank)
@@ -167,11 +173,11 @@ def _eps(op: LinearOperator) -> float:
 def _norms(block: Tensor) -> Tensor:
     """Return the norms of columns ``(k,)``, in float64."""
     # vector_norm sums a column sequentially, so its error would grow with the length.
-    norms = column_dots(block, block).sqrt()
+    norms = column_norms(block)
     if EASY[0] < float(norms.norm()) < EASY[1]:
         return norms
     unit = power_of_two(block)  # the squares of small norms are zero
-    return unit * column_dots(block / unit, block / unit).sqrt()
+    return unit * column_norms(block / unit)
 
 
 def _forms(block: Tensor, product: Tensor) -> Tensor:
@@ -358,12 +364,12 @@ def diagonal(
     Reference: Bekas, Kokiopoulou and Saad (2007).
     """
     op = as_operator(op)
-    check_choice("method", method, ("auto", "exact", "probes"))
+    check_choice("method", method, get_args(DiagonalMethod))
+    plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
+    generator = resolve_generator(generator)
     known, reason = _by_structure(op, "diagonal", method)
     if known is not None:
         return known
-    generator = resolve_generator(generator)
-    plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
     looks, seed = plan.looks(op.shape[0]), generator.initial_seed()
     running = _Running(op)
     with tracking(progress, "diagonal", looks[-1]) as bar:

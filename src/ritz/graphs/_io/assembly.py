@@ -145,6 +145,17 @@ def check_size(source: str, num_nodes: int, num_records: int, expected: int | No
         )
 
 
+def check_weights(values: Array, name: str) -> None:
+    """Raise unless all weights are finite and none is negative."""
+    valid = np.isfinite(values) & (values >= 0)
+    if not valid.all():
+        bad = int(valid.argmin())
+        raise GraphError(
+            f"{name} must be finite and not negative, got {values[bad]} at entry {bad} of "
+            f"{len(values)}"
+        )
+
+
 # ------------------------------------------------------------------------------------------
 # Sorting: a pair {u, v} with u < v has the key u << 32 | v << 1 | (1 if it was listed as v, u).
 # After one sort, repeats are neighbours, and so are both directions of an edge.

@@ -12,9 +12,15 @@ from typing_extensions import TypeAliasType
 
 from ritz._core.checks import check_choice, check_count
 from ritz.graphs._graph import Array, Graph, GraphError
-from ritz.graphs._io.assembly import MAX_NODES, Records, Rules, assemble, check_size
+from ritz.graphs._io.assembly import (
+    MAX_NODES,
+    Records,
+    Rules,
+    assemble,
+    check_size,
+    check_weights,
+)
 from ritz.graphs._io.files import from_networkx, integer_names, read
-from ritz.graphs._io.lines import check_weights
 from ritz.operators._shared import NetworkXGraph, is_networkx
 
 

@@ -15,12 +15,11 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz.graphs._graph import Graph, GraphError
-from ritz.graphs._io.assembly import MAX_NODES, Records, Rules, assemble
+from ritz.graphs._io.assembly import MAX_NODES, Records, Rules, assemble, check_weights
 from ritz.graphs._io.lines import (
     BANNER,
     CHUNK,
     Source,
-    check_weights,
     open_source,
     peek,
     read_edge_list,

@@ -22,7 +22,7 @@ import torch
 
 from ritz._core.progress import Progress, tracking
 from ritz.graphs._graph import Array, GraphError
-from ritz.graphs._io.assembly import Float, Int, Records, check_size
+from ritz.graphs._io.assembly import Float, Int, Records, check_size, check_weights
 
 # ------------------------------------------------------------------------------------------
 # Files as streams of whole lines, in bounded memory.
@@ -418,10 +418,10 @@ def _is_name(word: bytes) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------ Matrix
-# Market: SciPy parses the header. The entries are read as an edge list with ids from 1. This
-# reports invalid lines, and takes at most 83 MB for three million entries. scipy.io.mmread takes
-# 168 MB for the matrix alone, because it expands a symmetric matrix.
+# ------------------------------------------------------------------------------------------
+# Matrix Market: SciPy parses the header. The entries are read as an edge list with ids from 1,
+# which reports invalid lines and takes at most 83 MB for three million entries. scipy.io.mmread
+# takes 168 MB for the matrix alone, because it expands a symmetric matrix.
 
 BANNER = b"%%MatrixMarket"
 _MAX_HEADER = 2**24  # bytes of comments before the sizes
@@ -490,17 +490,6 @@ def _read_array(name: str, text: bytes, n: int, weights: bool | None) -> Records
     records.names = torch.arange(1, n + 1)
     records.add(u, v, None if weights is False or (values == 1).all() else values)
     return records
-
-
-def check_weights(values: Array, name: str) -> None:
-    """Raise unless all weights are finite and none is negative."""
-    valid = np.isfinite(values) & (values >= 0)
-    if not valid.all():
-        bad = int(valid.argmin())
-        raise GraphError(
-            f"{name} must be finite and not negative, got {values[bad]} at entry {bad} of "
-            f"{len(values)}"
-        )
 
 
 def _split_header(blocks: _Blocks) -> tuple[bytes, _Blocks]:

@@ -15,11 +15,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ritz._core.blocks import column_norms, inner_products, orthonormalize
+from ritz._core.blocks import column_norms, euclidean_norm, inner_products, orthonormalize
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import draw_probes, probes
-from ritz._core.results import Estimate, euclidean_norm
+from ritz._core.results import Estimate
 from ritz._core.sampling import ROUNDOFF, check_samples
 from ritz.operators import LinearOperator
 from ritz.spectra._functions.quadrature import (

@@ -30,12 +30,12 @@ class Tuning:
     # Probability that a likely bound is above an eigenvalue; that of `bounds`.
     missed: float = 0.001
     # Number of steps before the first check. Ten are enough at a condition number of ten.
-    first: int = 10
-    # A run for a likely bound ends after this many steps if it has less than this share of the
-    # logarithm of the probability: grids that succeed within 1,000 steps have 0.28 or more by then,
-    # and a kernel matrix whose eigenvalues decay to 1e-8 has 0.02.
-    judged: int = 50
-    hopeful: float = 0.2
+    first_check: int = 10
+    # A run for a likely bound needs a certain log probability. It is given up after `patience`
+    # steps if it has less than `least_share` of that: grids that succeed within 1,000 steps have
+    # 0.28 or more by then, and a kernel matrix whose eigenvalues decay to 1e-8 has 0.02.
+    patience: int = 50
+    least_share: float = 0.2
 
 
 TUNING = Tuning()
@@ -57,12 +57,11 @@ def certain_floor(op: LinearOperator, max_products: int = 0) -> Floor:
         return Floor(bound.value, bound.note)
     if not isinstance(op, SparseOperator) or op.device.type != "cpu":
         return Floor(None)
-    diagonal, sums = op.rows.diagonal().double(), op.rows.sums()
-    excess = row_excess(diagonal, sums, op.rows.pointers.diff())
+    excess = row_excess(op)
     value = _grounded(op.rows, excess)
     if value > 0:
         return Floor(value, "diagonal dominance")
-    return _scaled(op.rows, diagonal, excess, max_products) if max_products else Floor(None)
+    return _scaled(op.rows, excess, max_products) if max_products else Floor(None)
 
 
 def _grounded(rows: CompressedRows, excess: Tensor) -> float:
@@ -101,13 +100,14 @@ def _grounded(rows: CompressedRows, excess: Tensor) -> float:
     return float(bounds.min()) * (1 - 1e-9) - slack * (1 + 1e-9)
 
 
-def _scaled(rows: CompressedRows, diagonal: Tensor, excess: Tensor, max_products: int) -> Floor:
+def _scaled(rows: CompressedRows, excess: Tensor, max_products: int) -> Floor:
     r"""Return a floor if the rows are strictly dominant after a scaling of rows and columns.
 
     The comparison matrix :math:`C` has the diagonal of :math:`A` and the entries :math:`-|a_{ij}|`
     beside it. If :math:`C v \ge s v` for a positive vector, no eigenvalue is below ``s``: these are
     Gershgorin's discs of :math:`V^{-1} A V`. If there is such a vector, :math:`C^{-1} 1` is one.
     """
+    diagonal = rows.diagonal().double()
     # 1'C1 > 0 is necessary, and fails for most matrices whose comparison matrix is not definite.
     if bool((diagonal <= 0).any()) or float(excess.sum()) <= 0 or rows.values is None:
         return Floor(None)
@@ -153,7 +153,7 @@ def likely_floor(
     """
     start = draw_probes(op, 1, kind="gaussian", generator=generator)[:, 0]
     (run,) = start_runs([start], capacity=2, mode="none")
-    check = TUNING.first
+    check = TUNING.first_check
     while True:
         step(op, [run])
         bar.update(run.size)
@@ -165,8 +165,8 @@ def likely_floor(
         if value is not None:
             note = f"{run.size} Lanczos steps, with probability {1 - TUNING.missed:g}"
             return Floor(value, note, certain=False, num_products=run.size)
-        late = run.size >= TUNING.judged
-        if last or (late and share < TUNING.hopeful):
+        late = run.size >= TUNING.patience
+        if last or (late and share < TUNING.least_share):
             return Floor(None, num_products=run.size)
 
 

@@ -13,12 +13,13 @@ from scipy.sparse import csc_array
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from scipy.sparse.linalg import splu
 
-from ritz._core.checks import check_choice, check_count, check_range, is_below
+from ritz._core.checks import check_choice, check_count, check_positive, check_range, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
 from ritz.operators import (
     DenseOperator,
+    KernelOperator,
     LinearOperator,
     OperatorLike,
     SparseOperator,
@@ -34,7 +35,7 @@ from ritz.spectra._functions.trace_functions import (
     unit_probes,
     with_seed_and_status,
 )
-from ritz.spectra._logdet_gradient import attach_gradient
+from ritz.spectra._logdet_gradient import differentiable, logdet_gradient
 from ritz.spectra._positive_definite import (
     NotPositiveDefiniteError,
     cholesky_factor,
@@ -100,19 +101,24 @@ def logdet(
     Gauss-Radau rule. The estimate is a combination of both, and ``truncation`` is the larger of its
     distances to the two rules. Without a floor, ``truncation`` is an estimate as in
     :func:`ritz.trace_function`; it is infinite if the smallest Ritz value and its residual do not
-    exclude zero. So a floor is looked for if none is passed, and any positive one is good, since
-    its logarithm counts. The entries give a certain one for diagonally dominant matrices (by
-    Gershgorin's discs, by a scaling of rows and columns, or if only some rows are strictly
-    dominant), and the structure for kernels with noise, shifted Laplacians, and sums and products
-    of such operators. Otherwise ``auto`` excludes eigenvalues near zero with probability 0.999 by
-    Lanczos steps from a random vector, which takes up to a third of the products. The ``method`` of
-    the result names the floor. The number of steps is increased until the truncation error is
-    small, and the remaining products are used for more probes. If the exact trace is known, it is
-    used as a control variate. ``krylov`` uses 60 % of the products for a block Krylov space, split
-    off exactly by :math:`\det A = \det T \det S`, and the rest for quadrature of the Schur
-    complement :math:`S`. With as many products as rows it is exact. ``chebyshev`` and ``maxent``
-    (up to 60 moments) get two moments per product. They are far less accurate if the condition
-    number is large.
+    exclude zero. The number of steps is increased until the truncation error is small, and the
+    remaining products are used for more probes. If the exact trace is known, it is used as a
+    control variate.
+
+    If you pass no floor, ``logdet`` looks for one. Even a floor far below the spectrum is good,
+    because the error depends on its logarithm. The entries of a diagonally dominant matrix
+    give one (by Gershgorin's discs, also after a scaling of rows and columns, or if only some rows
+    are strictly dominant). The structure gives one for kernels with noise, shifted Laplacians, and
+    sums and products of such operators. Otherwise ``auto`` excludes eigenvalues near zero with
+    probability 0.999 by Lanczos steps from a random vector, which takes up to a third of the
+    products. The ``method`` of the result names the floor.
+
+    ``krylov`` uses 60 % of the products for a block Krylov space, which it splits off exactly,
+    :math:`\det A = \det T \det S`, and the rest for quadrature of the Schur complement :math:`S`.
+    With as many products as rows it is exact.
+
+    ``chebyshev`` and ``maxent`` (up to 60 moments) get two moments per product. They are far less
+    accurate if the condition number is large.
 
     ``auto`` is ``cholesky`` for a dense matrix that fits and for a sparse one of up to 20,000 rows;
     otherwise ``lanczos`` if it finds a floor, and a few probes show that it reaches ``rtol``;
@@ -138,7 +144,7 @@ def logdet(
         num_probes: Number of probes, at most ``num_products / 2``. Defaults to 32 for ``chebyshev``
             and ``maxent``; otherwise it is chosen from the error bars.
         floor: Positive lower bound of the eigenvalues, such as the noise variance of a Gaussian
-            process. By default one is looked for; see above.
+            process. By default ``logdet`` looks for one; see above.
         rtol: Stop when the 95 % interval is within this fraction of the value. The status says
             whether it is. Defaults to 1e-3 for ``auto``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
@@ -162,8 +168,8 @@ def logdet(
         num_probes = check_count("num_probes", num_probes, low=2, high=num_products // 2)
     if rtol is not None:
         check_range("rtol", rtol, low=0.0)
-    if floor is not None and not (math.isfinite(floor) and floor > 0):
-        raise ValueError(f"floor must be positive, got {floor}")
+    if floor is not None:
+        check_positive("floor", floor)
     generator = resolve_generator(generator)
     if method == "auto":
         rtol = TUNING.rtol if rtol is None else rtol
@@ -180,7 +186,13 @@ def logdet(
         budget, spent = budget.above(known), known.num_products
     estimate = with_seed_and_status(_METHODS[method](op, budget), budget)
     estimate = replace(estimate, num_products=estimate.num_products + spent)
-    return attach_gradient(estimate, op, generator=generator)
+    if not isinstance(op, KernelOperator):
+        return estimate
+    # Every backward pass draws the same probes.
+    state = generator.clone_state()
+    return differentiable(
+        estimate, op.parameters, lambda: logdet_gradient(op, generator=state.clone_state())
+    )
 
 
 # ------------------------------------------------------------------------------------------

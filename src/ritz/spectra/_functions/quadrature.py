@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_range, is_below
+from ritz._core.blocks import power_of_two
+from ritz._core.checks import is_below
 from ritz._core.progress import Progress
-from ritz._core.results import Estimate, power_of_two, stderr
+from ritz._core.results import Estimate, stderr
 from ritz._core.sampling import ROUNDOFF, doubling, doubt_equal_samples, is_settled
 from ritz.operators import LaplacianOperator, LinearOperator, SparseOperator
 from ritz.spectra._lanczos import Recurrence, Reorthogonalization, advance, start_runs, step
@@ -186,14 +187,6 @@ def elementwise(function: Function) -> Function:
     return evaluate
 
 
-def check_floor(floor: float | None) -> None:
-    """Raise unless a floor is a finite number."""
-    if floor is not None:
-        check_range("floor", floor)
-        if not math.isfinite(floor):
-            raise ValueError(f"floor must be finite, got {floor}")
-
-
 def finite_function(function: Function) -> Function:
     """Return the function with a check that its values are finite and of the same shape."""
 
@@ -220,8 +213,9 @@ class Brackets(NamedTuple):
     """Quadratic forms of unit vectors and their errors, each ``(k,)``.
 
     Attributes:
-        mixed: The forms, by Gauss rules or by a weighted mean of a lower and an upper bound. The
-            weights are those for which the mean did not change over the last steps.
+        mixed: The forms: the values of the Gauss rules or, with a lower and an upper bound, a
+            weighted mean of the two. The weights are those of the point at which both bounds would
+            meet if they continued to change as in the last steps.
         gap: Error that more steps reduce: a bound for :data:`ALTERNATING` functions with a floor,
             otherwise an estimate. Infinite if unknown.
         roundoff: Error from roundoff in the products.

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, check_number
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, draw_probes, resolve_generator
 from ritz._core.results import Estimate, stderr
@@ -27,7 +27,6 @@ from ritz.spectra._functions.quadrature import (
     Budget,
     Function,
     Sampler,
-    check_floor,
     elementwise,
     finite_function,
     floor_error,
@@ -133,7 +132,8 @@ def trace_function(
     check_choice("method", method, get_args(TraceFunctionMethod))
     n = op.shape[0]
     num_steps = check_count("num_steps", num_steps, high=n)
-    check_floor(floor)
+    if floor is not None:
+        check_number("floor", floor)
     function = elementwise(function)
     check_choice("reorthogonalize", reorthogonalize, get_args(Reorthogonalization))
     generator = resolve_generator(generator)

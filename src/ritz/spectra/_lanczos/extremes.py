@@ -307,7 +307,12 @@ def bounds(
             raise ValueError(f"method='gershgorin' needs an explicit matrix, got {op!r}")
         exact = Status(outcome="completed", message="no product")
         return Bounds(
-            low=discs[0], high=discs[1], rigorous=True, num_products=0, method=method, status=exact
+            low=discs[0],
+            high=discs[1],
+            rigorous=True,
+            num_products=0,
+            method="Gershgorin",
+            status=exact,
         )
     search, status = _ends(op, "bounds", discs, rtol, max_steps, generator, progress)
     values = search.run.ritz_pairs()[0]

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ritz._core.blocks import power_of_two
 from ritz._core.checks import is_below
 from ritz._core.distributed import Group, all_gather_rows, all_sum, shard
-from ritz._core.results import AsymmetryError, power_of_two
+from ritz._core.results import AsymmetryError
 
 Placement = Literal["device", "host", "spread"]
 Reorthogonalization = Literal["full", "partial", "none"]

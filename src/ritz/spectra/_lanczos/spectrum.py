@@ -219,8 +219,9 @@ def lanczos_block(
     generator = resolve_generator(generator)
     columns: list[Tensor | None] = [None] * num_probes
     if start is not None:
-        if start.ndim != 2 or not start.shape[1]:
-            raise ValueError(f"start must be ({op.shape[0]}, k), got {tuple(start.shape)}")
+        check_tensor("start", start, dtype=op.dtype, device=op.device, rows=op.shape[0], ndim=2)
+        if not start.shape[1]:
+            raise ValueError("start must have at least one column, got none")
         columns = [column.contiguous() for column in start.T]
     starts = [start_vector(op, column, generator) for column in columns]
     settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "placement": "device"}
@@ -239,9 +240,7 @@ def start_vector(op: LinearOperator, start: Tensor | None, generator: torch.Gene
     """Return ``start``, checked, or a random vector."""
     if start is None:
         return random_start(op, generator)
-    check_tensor("start", start, dtype=op.dtype, device=op.device, rows=op.shape[0])
-    if start.ndim != 1:
-        raise ValueError(f"start must be a vector ({op.shape[0]},), got {tuple(start.shape)}")
+    check_tensor("start", start, dtype=op.dtype, device=op.device, rows=op.shape[0], ndim=1)
     check_finite("start", start)
     if not bool(start.any()):
         raise ValueError("start must not be zero")
@@ -296,13 +295,11 @@ def _cosines(run: Recurrence, against: Tensor) -> Tensor:
 
 
 def _check_against(op: LinearOperator, against: Tensor, mode: Reorthogonalization) -> None:
-    check_tensor("against", against, dtype=op.dtype, device=op.device, rows=op.shape[0])
+    check_tensor("against", against, dtype=op.dtype, device=op.device, rows=op.shape[0], ndim=2)
     if mode == "none":
-        raise ValueError("against needs a basis, which reorthogonalize='none' does not keep")
-    if against.ndim != 2 or not against.shape[1]:
-        raise ValueError(f"against must be ({op.shape[0]}, c), got {tuple(against.shape)}")
-    if not bool(against.any(0).all()):
-        raise ValueError("against must not have a column of zeros")
+        raise ValueError("against needs a basis, which reorthogonalize='none' does not store")
+    if not (against.shape[1] and bool(against.any(0).all())):
+        raise ValueError("against must have at least one column, and no column of zeros")
 
 
 def _check_settings(
@@ -310,7 +307,7 @@ def _check_settings(
 ) -> int:
     check_choice("reorthogonalize", mode, get_args(Reorthogonalization))
     if vectors and mode == "none":
-        raise ValueError("vectors need a basis, which reorthogonalize='none' does not keep")
+        raise ValueError("vectors need a basis, which reorthogonalize='none' does not store")
     return check_count("num_steps", num_steps, high=op.shape[0])
 
 

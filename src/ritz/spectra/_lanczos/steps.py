@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ritz._core.blocks import column_dots
+from ritz._core.blocks import column_dots, column_norms
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress
 from ritz._core.random import draw_probes, resolve_generator
@@ -151,7 +151,7 @@ def _absorb_block(runs: Sequence[Recurrence], products: Tensor, *, last: bool) -
         torch.addcmul(products, older, before.to(products), value=-1, out=vectors)
     alpha = column_dots(newest, vectors)
     vectors.addcmul_(newest, alpha.to(products), value=-1)
-    alpha, beta = alpha.cpu(), column_dots(vectors, vectors).sqrt().cpu()
+    alpha, beta = alpha.cpu(), column_norms(vectors).cpu()
     if not _regular(runs, alpha, before, beta):
         return False
     if not last:

@@ -46,7 +46,7 @@ class Tuning:
     # A step lowers the dual if it decreases by more than this fraction: a few hundred eps.
     level: float = 1e-13
     # Variances that are tried if the exact moments have no density, or one with too narrow peaks.
-    # On kernel, cluster and four-atom spectra (tests/spectra/test_entropy_torture.py) one of them
+    # On kernel, cluster and four-atom spectra (tests/spectra/test_maxent_hard.py) one of them
     # succeeds.
     ladder: tuple[float, ...] = (1e-18, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2)
     # If there is a density for a variance, the solver needs 12 to 22 steps.

@@ -275,8 +275,8 @@ def _read(
         stderr = moments.stderr if stderr is None else stderr
         moments = moments.mean
     check_choice("basis", basis, get_args(MomentBasis))
-    raw = as_points(moments).detach()
-    errors = torch.zeros_like(raw) if stderr is None else as_points(stderr).detach()
+    raw = as_points(moments, "moments").detach()
+    errors = torch.zeros_like(raw) if stderr is None else as_points(stderr, "stderr").detach()
     if raw.ndim not in (1, 2) or raw.shape[-1] < 2:
         shape = tuple(raw.shape)
         raise ValueError(f"moments must be (m + 1,) or (N, m + 1), m >= 1, got {shape}")
