@@ -162,7 +162,7 @@ WRONG = {
     "kernel points of a list": (
         lambda: KernelOperator([[1.0]]),
         TypeError,
-        "points must be a torch.Tensor, got list",
+        "points must be a tensor or NumPy array, got list",
     ),
     "kernel lengthscale a string": (
         lambda: KernelOperator(EYE, lengthscale="long"),

@@ -334,7 +334,7 @@ def test_no_step_is_taken_if_no_length_reduces_the_loss():
 
 
 CONVERGED = {
-    "LanczosNewton": (LanczosNewton, {"delta": 0.02, "num_steps": 6, "interval": 2}),
+    "LanczosNewton": (LanczosNewton, {"delta": 0.3, "num_steps": 6, "interval": 2}),
     "HessianFree": (HessianFree, {"delta": 0.5}),
     "HessianFree hessian": (HessianFree, {"delta": 0.5, "max_steps": 20, "matrix": "hessian"}),
     "SpectralSGD": (SpectralSGD, {"interval": 3, "num_steps": 6}),

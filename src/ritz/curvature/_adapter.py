@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ritz._core.batches import split_labels, tensors
 from ritz._core.checks import check_callable, is_below
+from ritz._core.cross_entropy import TUNING as ENTROPY
 from ritz._core.cross_entropy import chunked_entropy, is_large
 from ritz.curvature._losses import (
     FORWARD,
@@ -130,6 +131,8 @@ class Adapter(nn.Module):
             ``loss_fn`` is ``None``.
         model_loss: How the model computes its own loss. ``loss_fn`` then computes this loss from
             the logits.
+        accurate: Compute known losses in forms whose derivatives keep their digits near a minimum.
+            Training does without, so that its steps are those of a plain loop.
     """
 
     def __init__(
@@ -138,6 +141,8 @@ class Adapter(nn.Module):
         loss_fn: LossFunction | None,
         forward: Forward | None,
         model_loss: ModelLoss | None = None,
+        *,
+        accurate: bool = False,
     ) -> None:
         super().__init__()
         check_callable("loss_fn", loss_fn)
@@ -147,6 +152,7 @@ class Adapter(nn.Module):
         self.loss_fn = SimpleNamespace(call=loss_fn)
         known = known_loss(loss_fn)
         self.elementwise = known is not None and known.kind != "cross_entropy"
+        self.accurate = accurate
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """Return ``(outputs, target)`` of a batch, or ``(loss, None)`` without ``loss_fn``."""
@@ -203,9 +209,12 @@ class Adapter(nn.Module):
             if outputs.shape != target.shape:
                 shapes = f"{tuple(outputs.shape)}, got {tuple(target.shape)}"
                 raise ValueError(f"target must be of the shape of the outputs, {shapes}")
+        loss_fn: Any = self.loss_fn.call
         plain = not (isinstance(outputs, Tensor) and isinstance(target, Tensor))
-        loss: Any = self.loss_fn.call if plain else accurate_loss(self.loss_fn.call)
-        return loss(outputs, target)
+        # Cross-entropy of a large vocabulary needs less memory in chunks.
+        if not plain and (self.accurate or outputs.numel() > ENTROPY.alone):
+            loss_fn = accurate_loss(loss_fn)
+        return loss_fn(outputs, target)
 
 
 def inputs_error(index: int, batch: Any, dtype: torch.dtype, error: Exception) -> str:

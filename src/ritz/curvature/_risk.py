@@ -159,7 +159,7 @@ class Risk:
         self._written: list[str] = []  # buffers that the model writes to, such as counters
         self._replaces = False  # whether functions of torch are replaced by formulas
         self._constant = False  # whether derivatives treat batch statistics as constants
-        self.adapter = Adapter(model, loss_fn, forward)
+        self.adapter = Adapter(model, loss_fn, forward, accurate=True)
         self.space, self.theta, self._constants, cast = parameters.copy_state(
             model, params, precision
         )
@@ -204,7 +204,7 @@ class Risk:
                 )
             if model_loss is not None:
                 self.loss_fn = functional.cross_entropy
-                self.adapter = Adapter(self.model, self.loss_fn, None, model_loss)
+                self.adapter = Adapter(self.model, self.loss_fn, None, model_loss, accurate=True)
         model_loss = self.adapter.model_loss
         if model_loss is None or not model_loss.tokens:
             return num_rows(batch)

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from ritz._core.checks import check_choice
 from ritz._core.params import parameters
 from ritz.curvature import CurvatureOperator, Risk, fisher, ggn, hessian
-from ritz.curvature._shared import check_risk
+from ritz.curvature._shared import check_risk, known_loss
 
 NewtonMatrix = Literal["hessian", "ggn", "fisher"]
 _MATRICES = {"hessian": hessian, "ggn": ggn, "fisher": fisher}
@@ -152,6 +152,25 @@ class MatrixOptimizer(Optimizer, ABC):
     def curvature_due(self, step: int) -> bool:
         """Return whether the curvature must be measured before a step."""
         return step % int(self.param_groups[0].get("interval", 1)) == 0
+
+
+class LostGradientError(ArithmeticError):
+    """The gradients of a loss near zero are roundoff."""
+
+
+def check_gradient_digits(risk: Risk) -> None:
+    """Raise if the cross-entropy is so small that its gradients, as torch computes them, are lost.
+
+    The gradient of a certain label is ``p - 1``, of the size of the loss, with an error of machine
+    precision. The curvature keeps its digits and is of the size of the loss as well, so Newton
+    steps would be roundoff divided by a tiny number.
+    """
+    known = known_loss(risk.loss_fn)
+    if known is None or known.kind == "squared_error":
+        return
+    loss, unit = risk.loss(), torch.finfo(risk.theta.dtype).eps
+    if loss < 16 * unit:
+        raise LostGradientError(f"the loss is {loss:.2g}, and its roundoff is {unit:.2g}")
 
 
 def check_matrix(matrix: str) -> None:

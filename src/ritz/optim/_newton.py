@@ -13,9 +13,11 @@ from ritz._core.results import AsymmetryError
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import DeflatedOperator, LinearOperator
 from ritz.optim._curvature_optimizer import (
+    LostGradientError,
     MatrixOptimizer,
     NewtonMatrix,
     TracedMatrix,
+    check_gradient_digits,
     check_matrix,
     descend,
     evaluate,
@@ -135,8 +137,9 @@ class LanczosNewton(MatrixOptimizer):
         op, params, generator = self._traced.refresh(self, risk)
         count = min(self.param_groups[0]["num_steps"], op.shape[0])
         try:
+            check_gradient_digits(op.risk)
             values, vectors = ritz_pairs(op, count, self._start(op, params), generator)
-        except AsymmetryError as error:
+        except (AsymmetryError, LostGradientError) as error:
             require_measurement(self, all("basis" in self.state[p] for p in params.values()), error)
             return
         place = 0

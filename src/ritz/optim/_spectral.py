@@ -14,9 +14,11 @@ from ritz._core.results import AsymmetryError
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature_optimizer import (
+    LostGradientError,
     MatrixOptimizer,
     NewtonMatrix,
     TracedMatrix,
+    check_gradient_digits,
     check_matrix,
     descend,
     evaluate,
@@ -187,8 +189,9 @@ class SpectralSGD(MatrixOptimizer):
         first = self.param_groups[0]
         steps = min(first["num_steps"], op.shape[0])
         try:
+            check_gradient_digits(op.risk)
             spectrum = lanczos(op, num_steps=steps, generator=generator)
-        except AsymmetryError as error:
+        except (AsymmetryError, LostGradientError) as error:
             require_measurement(self, first["rate"] is not None, error)
             return
         # Far from a minimum a spectrum may have no positive values. The last measured values are
