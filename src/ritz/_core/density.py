@@ -1,4 +1,4 @@
-"""The ``Density`` protocol, atoms, and the points at which densities are evaluated."""
+"""The ``Density`` protocol (pdf, cdf, moments, support, atoms), and points as float64 tensors."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable

@@ -1,4 +1,4 @@
-"""One measurement of a trained network: open the run, resume, save, draw and print."""
+"""One measurement of a network or of a matrix in a file: open, resume, save, draw, print."""
 
 import hashlib
 import importlib.util

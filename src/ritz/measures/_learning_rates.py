@@ -1,4 +1,4 @@
-"""``stable_rate``, the edge of stability, and its scaling rules; ``trainable_rate`` by trials."""
+"""``stable_rate``: edge of stability and scaling rules; ``trainable_rate`` by short trainings."""
 
 import copy
 import math

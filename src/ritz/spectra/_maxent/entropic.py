@@ -1,4 +1,4 @@
-"""The density of maximum entropy: values, integrals, entropy and divergences."""
+"""``EntropicDensity`` of maximum entropy: values, integrals, entropy and divergences."""
 
 import math
 from collections.abc import Callable
