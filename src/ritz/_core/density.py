@@ -51,6 +51,14 @@ def as_points(x: float | Sequence[float] | Tensor, name: str = "points") -> Tens
         raise TypeError(f"{name} must be numbers or a tensor, got {x!r}") from error
 
 
+def interval_ends(low: float, high: float) -> Tensor:
+    """Return the ends of an interval as float64 points, ``(2,)``; raise if they are reversed."""
+    ends = as_points([low, high], "low and high")
+    if not bool(ends[0] <= ends[1]):  # or not a number
+        raise ValueError(f"low must be at most high, got {float(low):g} and {float(high):g}")
+    return ends
+
+
 def broadcast(**tensors: Tensor) -> tuple[Tensor, ...]:
     """Return tensors expanded to a common shape; an error names the arguments and their shapes."""
     try:
