@@ -57,7 +57,7 @@ evidence: $(VENV)/.ready ## write the tables of docs/evidence.md from the stored
 pictures: $(VENV)/.ready ## draw the pictures of docs/gallery.md from the stored results
 	$(BIN)/python docs/pictures.py
 
-api: $(VENV)/.ready ## write the API reference, docs/api, from the docstrings
+api: $(VENV)/.ready ## write docs/api and docs/modules.md from the docstrings
 	$(BIN)/python docs/api.py
 
 bench: $(PEERS)/.ready ## run the benchmarks, 45 minutes; OPTIONS=--small shows that they run

@@ -1,11 +1,11 @@
-"""Write the reference of public names in docs/api from the source: ``python docs/api.py``."""
+"""Write docs/api, the reference of public names, and docs/modules.md: ``python docs/api.py``."""
 
 import ast
 import re
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent / "api"
-SOURCE = FOLDER.parents[1] / "src" / "ritz"
+FOLDER = Path(__file__).resolve().parent
+SOURCE = FOLDER.parent / "src" / "ritz"
 # In the order in which a user meets them.
 PACKAGES = ["spectra", "operators", "curvature", "measures", "graphs", "optim", "training",
             "plots", "models", "data", "rmt", "testing", "studies"]  # fmt: skip
@@ -13,9 +13,32 @@ WIDTH = 100
 
 
 def pages():
-    """Return the text of every page by the name of its file."""
-    texts = {f"{name}.md": package_page(name) for name in PACKAGES}
-    return {"README.md": front_page()} | texts
+    """Return the text of every page by its path in docs."""
+    texts = {f"api/{name}.md": package_page(name) for name in PACKAGES}
+    return {"modules.md": module_map(), "api/README.md": front_page()} | texts
+
+
+def module_map():
+    """Return the page that lists every module with the first line of its docstring."""
+    packages = sorted(path.parent for path in SOURCE.glob("*/__init__.py"))
+    lines = [
+        "# Modules",
+        "Written by `docs/api.py` from the first lines of the docstrings. Paths are relative to "
+        "`src/ritz`. [architecture.md](architecture.md) has the layers and the rules.",
+        "## ritz",
+        described_modules(path for path in SOURCE.glob("*.py")),
+    ]
+    for package in packages:
+        inner = (path for path in package.rglob("*.py") if path != package / "__init__.py")
+        lines += [f"## {package.name}", summary(parse(package / "__init__.py")),
+                  described_modules(inner)]  # fmt: skip
+    return "\n\n".join(lines) + "\n"
+
+
+def described_modules(paths):
+    """Return a list of modules, each with a link and its first line."""
+    return "\n".join(f"- [`{path.relative_to(SOURCE).as_posix()}`]({link(path, '..')}): "
+                     f"{summary(parse(path))}" for path in sorted(paths))  # fmt: skip
 
 
 def front_page():
@@ -184,9 +207,9 @@ def code(text):
     return f"```python\n{text}\n```"
 
 
-def link(path):
-    """Return the address of a source file, relative to the pages."""
-    return f"../../{path.relative_to(SOURCE.parents[1]).as_posix()}"
+def link(path, root="../.."):
+    """Return the address of a source file, relative to a page; ``root`` leads to the repository."""
+    return f"{root}/{path.relative_to(SOURCE.parents[1]).as_posix()}"
 
 
 def parse(path):
@@ -195,6 +218,6 @@ def parse(path):
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / "api").mkdir(exist_ok=True)
     for name, text in pages().items():
         (FOLDER / name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Checks of the architecture: layers, borders, the module map and the number of names."""
+"""Checks of the architecture: layers, borders, files that pages name, and the number of names."""
 
 import ast
 import importlib
@@ -286,14 +286,6 @@ def test_every_package_has_comments():
         comments[package(name)] += remarks
     for name in set(code) - {"", "__main__", "_version"}:
         assert 100 * comments[name] >= FEWEST_COMMENTS * code[name], name
-
-
-def test_the_module_map_is_complete():
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    listed = set(re.findall(r"^\s*(?:- |\| )`([a-z0-9_/]+\.py)`", text, flags=re.MULTILINE))
-    there = {str(path.relative_to(SOURCE)) for path in MODULES.values()}
-    assert there - listed == {path for path in there if path.endswith("__init__.py")} - listed
-    assert not listed - there
 
 
 def test_every_file_that_the_documentation_names_exists():

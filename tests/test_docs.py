@@ -1,4 +1,4 @@
-"""The pages of the documentation: links, the index, and the reference of public names."""
+"""The pages of the documentation: links, the index, and the pages made from the docstrings."""
 
 import importlib.util
 import re
@@ -63,12 +63,13 @@ def test_names_of_ritz_on_a_page_exist(page):
             value = getattr(value, part)
 
 
-def test_the_reference_is_made_from_the_docstrings():
+def test_the_reference_and_the_list_of_modules_are_made_from_the_docstrings():
     spec = importlib.util.spec_from_file_location("api_pages", DOCS / "api.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    stored = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "api").iterdir()}
-    assert module.pages() == stored, "run `make api` after a change of public names or docstrings"
+    paths = [DOCS / "modules.md", *(DOCS / "api").iterdir()]
+    stored = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    assert module.pages() == stored, "run `make api` after a change of names or docstrings"
 
 
 def test_every_entry_of_the_reference_says_what_it_is():
@@ -77,3 +78,17 @@ def test_every_entry_of_the_reference_says_what_it_is():
         assert not re.findall(r"^- `[^`]*`:\s*$|^\s*\[source\]", text, flags=re.MULTILINE), (
             page.name
         )
+
+
+def test_every_module_is_described_in_a_short_line_that_has_more_than_names():
+    source = ROOT / "src" / "ritz"
+    text = (DOCS / "modules.md").read_text(encoding="utf-8")
+    lines = dict(re.findall(r"^- \[`(.*?)`\]\(\S*\): (.*)$", text, flags=re.MULTILINE))
+    packages = re.findall(r"^## (\w+)$", text, flags=re.MULTILINE)[1:]
+
+    listed = {*lines, *(f"{package}/__init__.py" for package in packages)}
+    assert listed == {path.relative_to(source).as_posix() for path in source.rglob("*.py")}
+    for module, line in lines.items():
+        assert len(line) <= 100, module
+        assert line.endswith("."), module
+        assert len(re.sub(r"`[^`]*`", "", line).split()) >= 4, module

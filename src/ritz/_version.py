@@ -1,3 +1,3 @@
-"""The version, kept in a module so that an uninstalled source tree knows it too."""
+"""The version number, in a module so that an uninstalled source tree knows it too."""
 
 __version__ = "0.1.0"

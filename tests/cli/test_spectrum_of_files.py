@@ -73,11 +73,14 @@ def test_options_of_networks_are_refused_for_a_matrix(matrix, option, capsys):
     assert f"{option.partition('=')[0]} is for trained networks" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["data.py", "matrix.csv"])
-def test_a_file_of_another_kind_gets_a_line_that_says_what_to_pass(name, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("spectrum", "data.py"), ("spectrum", "matrix.csv"), ("sharpness", "matrix.mtx")],
+)
+def test_a_file_of_another_kind_gets_a_line_that_says_what_to_pass(command, name, tmp_path, capsys):
     np.savetxt(tmp_path / name, np.eye(2))
 
-    assert ritz("spectrum", tmp_path / name) == 2
+    assert ritz(command, tmp_path / name) == 2
 
     error = capsys.readouterr().err
     assert "is no run folder" in error

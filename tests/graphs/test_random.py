@@ -188,7 +188,14 @@ def test_the_same_seed_gives_the_same_graph():
         (lambda: configuration_model([1, 2]), "degrees must be .* an even sum"),
         (lambda: configuration_model([-1, 1]), "degrees must be whole numbers"),
         (lambda: stochastic_block_model([], probabilities=torch.zeros(0, 0)), "at least one size"),
-        (lambda: stochastic_block_model([2], probabilities=torch.zeros(2, 2)), r"\(1, 1\), got"),
+        (
+            lambda: stochastic_block_model([2], probabilities=torch.zeros(2, 2)),
+            r"\(1, 1\), .* got \(2, 2\)",
+        ),
+        (
+            lambda: stochastic_block_model([2, 2], probabilities=[[0.0, 0.5], [1.0, 0.0]]),
+            "probabilities must be symmetric, got",
+        ),
         (lambda: stochastic_block_model([2], probabilities=torch.tensor([[2.0]])), "0 and 1"),
     ],
 )

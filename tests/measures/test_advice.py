@@ -255,13 +255,40 @@ def test_trials_overrule_the_prediction(risk):
     assert "The trials were stable only up to" in advice.sentences[0]
 
 
+def test_no_learning_rate_is_advised_if_all_of_a_trial_failed(risk):
+    def explosive(params, rate):
+        return SGD(params, lr=1e9)
+
+    advice = advise(risk, batch_sizes=(96,), verify=explosive)
+
+    assert math.isinf(float(advice.trainable.truncation))
+    assert advice.sentences[0].startswith(
+        f"The edge is {float(advice.edge):.2g}, but no learning rate is advised."
+    )
+    assert "In at least one trial, all learning rates failed" in advice.sentences[0]
+
+
+def test_a_warning_asks_for_trials_only_if_there_were_none():
+    risk = trained(norm=True)[0]
+
+    without, verified = (
+        advise(risk, batch_sizes=(16,), verify=verify)
+        for verify in (False, lambda params, rate: SGD(params, lr=rate))
+    )
+
+    assert any("Run trials (verify)" in warning for warning in without.warnings)
+    assert not any("verify" in warning for warning in verified.warnings)
+    assert any("Only the trials include this" in warning for warning in verified.warnings)
+
+
 def test_sentences_report_a_disagreement_with_trials(risk):
     def frozen(params, rate):
         return SGD(params, lr=1e-9 * rate)
 
     advice = advise(risk, batch_sizes=(96,), verify=frozen)
 
-    assert "found no limit" in advice.sentences[0] or "than usual" in advice.sentences[0]
+    assert "found no limit" in advice.sentences[0]
+    assert "the limit of the trials" not in advice.sentences[0]
 
 
 def test_advice_warns_of_weights_that_are_not_near_a_minimum():

@@ -288,6 +288,25 @@ def test_trials_start_at_the_weights_of_the_risk():
     assert close > 1.2 * far
 
 
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(3, affine=False)])
+def test_trials_are_compared_with_the_initial_loss_in_training_mode(layer):
+    x = torch.randn(64, 3, generator=seeded(), dtype=torch.float64)
+    x = (x - x.mean(0)) / x.std(0)
+    model = nn.Sequential(layer, nn.Linear(3, 1, bias=False)).double()
+    nn.init.ones_(model[1].weight)
+    target = x.sum(1, keepdim=True) + 0.01
+    risk = Risk(model, functional.mse_loss, (x, target))
+    rows = torch.arange(64).split(4)
+    with torch.no_grad():
+        training = max(float(functional.mse_loss(model(x[i]), target[i])) for i in rows)
+
+    found = trainable_rate(risk, sgd, batch_size=4, start=0.1, num_trials=2)
+
+    assert training > 100 * risk.loss()
+    assert math.isfinite(float(found.truncation))
+    assert 0.01 < float(found) < 10
+
+
 def test_rates_that_never_fail_have_no_limit():
     risk = quadratic([1e-30, 1e-30])
 

@@ -41,6 +41,9 @@ def test_files_without_a_symmetric_matrix_raise(tmp_path):
     (tmp_path / "bad.mtx").write_text("%%MatrixMarket matrix coordinate real general\n2 2 9\n1 1")
     with pytest.raises(ValueError, match="must contain a symmetric matrix"):
         read_matrix(tmp_path / "bad.mtx")
+    np.save(tmp_path / "asymmetric.npy", np.triu(np.ones((3, 3))))
+    with pytest.raises(ValueError, match=r"must contain a symmetric matrix saved by numpy\.save"):
+        read_matrix(tmp_path / "asymmetric.npy")
     np.savez(tmp_path / "objects.npz", a=np.array([{"run": "me"}], dtype=object))
     with pytest.raises(ValueError, match="saved by scipy"):
         read_matrix(tmp_path / "objects.npz")

@@ -6,7 +6,7 @@ import torch
 from matrices import PRECISIONS, seeded
 
 import ritz
-from ritz import Density, density
+from ritz import Density, density, maxent, rmt
 from ritz.operators import DenseOperator, FunctionOperator
 from ritz.spectra import Moments, PolynomialDensity
 from ritz.testing import wigner, with_spectrum
@@ -68,6 +68,14 @@ def test_masses_add_up_and_leave_out_their_lower_end(discrete):
     assert sum(parts) == pytest.approx(1.0)
     node = float(discrete.nodes[0, -1])
     assert discrete.mass(node, node) == 0.0
+
+
+@pytest.mark.parametrize("ends", [(2.0, 0.0), (0.0, math.nan)])
+def test_the_mass_of_a_reversed_interval_is_refused(ends, discrete):
+    entropic = maxent(torch.tensor([1.0, 0.0]), interval=(-1.0, 1.0))
+    for each in (discrete, rmt.Semicircle(), entropic):
+        with pytest.raises(ValueError, match="low must be at most high, got"):
+            each.mass(*ends)
 
 
 def test_outliers_are_found_with_their_mass(discrete):

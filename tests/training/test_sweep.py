@@ -231,6 +231,7 @@ def test_names_of_the_command_line_and_of_the_library_are_one():
     [
         ({"lrr": [1.0]}, "grid must have options of training, got 'lrr'; did you mean lr?"),
         ({"momentum": [0.9]}, "Settings of the optimiser, the model and the data are optimizer.N"),
+        ({"rate": [1]}, "see ritz train --help. Settings of the optimiser"),
         ({"lr": []}, "grid must have at least one value of lr, got none"),
         ({"lr": 0.1}, "grid must have a list of values of lr, got 0.1"),
         ({"optimizer": "sgd"}, "grid must have a list of values of optimizer, got 'sgd'"),

@@ -81,11 +81,17 @@ def test_wrong_values_are_named(change, message):
         ),
         ({"optimizer": 3}, "optimizer must be a name, a torch optimiser or a function"),
         ({"optimizer": lambda params: list(params)}, "optimizer must be a name"),
+        ({"config": 10}, "config must be a TrainingConfig or None, got int"),
     ],
 )
 def test_wrong_kinds_are_named(change, message):
     with pytest.raises(TypeError, match=message):
         fit(network(), samples(), **(GOOD | change))
+
+
+def test_a_class_of_models_is_refused():
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got type"):
+        fit(nn.Linear, samples(), **GOOD)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -1,1 +1,1 @@
-"""Shared helpers: checks, results, randomness, progress, files, processes."""
+"""Shared foundations: checks, results, random probes, progress bars, files, processes."""

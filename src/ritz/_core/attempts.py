@@ -1,4 +1,4 @@
-"""Calls that may fail, and the first lines of their errors."""
+"""Run a call that may fail, and return its result or the first line of its error."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Batch norm: its layers, its modes, and recomputed running statistics."""
+"""Batch-norm layers of a model, their modes, and recomputed running statistics."""
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager

@@ -1,4 +1,4 @@
-"""Batches: their tensors, rows, devices, inputs and labels.
+"""Batches of tensors in any nesting: their rows, devices, inputs and labels.
 
 A batch is a tensor, or a nesting of tuples, lists and dictionaries of tensors and other values. A
 tensor with one row per sample is split and joined by rows. Other values belong to the whole batch

@@ -1,4 +1,4 @@
-r"""Cross-entropy of many classes, such as the tokens of a vocabulary, computed chunk by chunk.
+r"""Cross-entropy of many classes, such as tokens, and its derivatives, computed chunk by chunk.
 
 The outputs of a language model are its largest tensor: 4,096 tokens and 150,000 classes take 2.4 GB
 in float32. The derivatives of torch store several tensors of this size. Let

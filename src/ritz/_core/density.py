@@ -1,4 +1,4 @@
-"""The ``Density`` protocol, atoms, and the points at which densities are evaluated."""
+"""The ``Density`` protocol (pdf, cdf, moments, support, atoms), and points as float64 tensors."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -49,6 +49,14 @@ def as_points(x: float | Sequence[float] | Tensor, name: str = "points") -> Tens
         return torch.as_tensor(x, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be numbers or a tensor, got {x!r}") from error
+
+
+def interval_ends(low: float, high: float) -> Tensor:
+    """Return the ends of an interval as float64 points, ``(2,)``; raise if they are reversed."""
+    ends = as_points([low, high], "low and high")
+    if not bool(ends[0] <= ends[1]):  # or not a number
+        raise ValueError(f"low must be at most high, got {float(low):g} and {float(high):g}")
+    return ends
 
 
 def broadcast(**tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Sums and gathers over processes. Without an initialised torch.distributed they do nothing."""
+"""Sums and gathers over processes, no-ops in a single one; models without the wrapper of DDP."""
 
 from collections.abc import Callable
 

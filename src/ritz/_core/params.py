@@ -1,4 +1,4 @@
-"""`ParamSpace`: named tensors as one flat vector; parameters and settings of optimisers."""
+"""`ParamSpace`: named tensors as one flat vector and back; parameters of an optimiser."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain

@@ -1,4 +1,4 @@
-"""Registries of things chosen by name: models, data sets, optimisers, losses and studies."""
+"""`Registry`: models, optimisers and other things by name, with a hint for unknown names."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Context managers for ctrl-C (SIGINT) and SIGTERM; the previous handlers are restored."""
+"""Context managers that note ctrl-C and SIGTERM, or turn SIGTERM into an interrupt."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""Files: safetensors with a JSON header and a checksum, written atomically."""
+"""`save` and `load`: results as safetensors with a JSON header, checked and written atomically."""
 
 import contextlib
 import dataclasses

@@ -428,6 +428,8 @@ def combine(config: TrainingConfig | None, options: Mapping[str, Any]) -> Traini
             hint = "pass optimizer_settings={" + f"{name!r}: ...}}" if settings else ""
             near = suggest(name, known, listing="help(ritz.training.TrainingConfig)")
             raise TypeError(f"fit has no option {name!r}; {hint or near}")
+    if not isinstance(config, TrainingConfig | None):
+        raise TypeError(f"config must be a TrainingConfig or None, got {type(config).__name__}")
     return replace(config or TrainingConfig(), **options)
 
 

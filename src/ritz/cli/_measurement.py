@@ -1,4 +1,4 @@
-"""One measurement of a trained network: open the run, resume, save, draw and print."""
+"""One measurement of a network or of a matrix in a file: open, resume, save, draw, print."""
 
 import hashlib
 import importlib.util
@@ -147,7 +147,8 @@ def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunC
     # A file of weights alone does not say what it belongs to.
     missing = [name for name in ("model", "data") if not (names[name] or getattr(made, name))]
     if missing:
-        if options.source.suffix in (".py", ".ipynb", ".csv", ".txt", ".json"):
+        others = (".py", ".ipynb", ".csv", ".txt", ".json", *MATRIX_FILES)
+        if options.source.name.endswith(others):
             raise ValueError(f"{options.source} is no run folder and no file of weights; spectrum "
                              f"and logdet read matrices ({', '.join(MATRIX_FILES)})")  # fmt: skip
         raise ValueError(f"{options.source} does not name its model and data, because there is no "

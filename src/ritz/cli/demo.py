@@ -1,4 +1,4 @@
-"""``ritz demo``: a small network trained on handwritten digits, and the loss around it."""
+"""``ritz demo``: spectra, sharpness and loss landscape of a small network trained on digits."""
 
 import importlib.util
 from dataclasses import dataclass

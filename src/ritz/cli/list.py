@@ -1,4 +1,4 @@
-"""``ritz list``: everything that can be chosen by name."""
+"""``ritz list``: models, data sets, optimisers, quantities of monitors and studies by name."""
 
 from dataclasses import MISSING, dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""`Batches`: data in any form as a list of batches that is the same in every pass; subsets."""
+"""`Batches`: data in any form as a list that is the same in every pass; random subsets."""
 
 import math
 import zlib

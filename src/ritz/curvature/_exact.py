@@ -1,4 +1,4 @@
-r"""Exact diagonals and traces of Gauss-Newton and Fisher matrices, by structure of the network.
+r"""Exact diagonals and traces of Gauss-Newton and Fisher matrices, from the layers of a network.
 
 .. math:: G = \frac{1}{N} \sum_i J_i^\top S_i S_i^\top J_i + \mu I, \qquad
     \operatorname{diag} G = \frac{1}{N} \sum_{i c} (J_i^\top s_{ic})^2 + \mu

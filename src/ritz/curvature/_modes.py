@@ -1,4 +1,4 @@
-"""Modes of the model and of torch in which second derivatives exist; errors of attempts."""
+"""Modes of model and torch in which second derivatives exist: batch norm, attention, precision."""
 
 import sys
 import warnings

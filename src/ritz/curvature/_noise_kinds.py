@@ -1,4 +1,4 @@
-"""Kinds of gradient noise. Derivatives of losses with random signs and at drawn labels."""
+"""Kinds of gradient noise, from losses with random signs or from drawn labels."""
 
 import math
 from typing import Any, Literal, get_args

@@ -1,4 +1,4 @@
-"""Parameters of a model: selection by name, copies of parameters and buffers, plain derivatives.
+"""Parameters of a model: selection by name, copies of parameters and buffers, derivatives.
 
 A point in weight space is the vector of the selected parameters. A :class:`Context` holds
 everything else that the loss of a batch depends on.

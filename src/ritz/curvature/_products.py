@@ -1,4 +1,4 @@
-"""`Products`: matrix-vector products as sums over batches. Choice of engine, caching, chunking."""
+"""`Products`: matrix-vector products as sums over batches: tracing, caching, memory limits."""
 
 import copy
 import math

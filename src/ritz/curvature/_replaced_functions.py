@@ -1,4 +1,4 @@
-"""Operations written as formulas, where their second derivatives in torch are missing or wrong.
+"""Functions whose second derivatives in torch are missing or wrong, written as formulas.
 
 Weight norm, embeddings, embedding bags, hardsigmoid and LSTMs. Also batch norm with the statistics
 of the batch as constants.

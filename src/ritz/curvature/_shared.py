@@ -1,4 +1,4 @@
-"""Names for other packages of ritz."""
+"""Names that other packages of ritz need and users do not."""
 
 from ritz.curvature._adapter import Adapter, Forward
 from ritz.curvature._batches import draw_samples

@@ -1,4 +1,4 @@
-"""`summary` (loss, accuracy, norms), `gradient_statistics`, and `distance` from other weights."""
+"""Loss, accuracy and norms (`summary`), gradients of samples, and distance from other weights."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Tracing of products: recording as a graph, simplification, split into primal and tangent part."""
+"""Tracing of products: a recorded graph, split into a cached primal part and a tangent part."""
 
 import operator
 from collections.abc import Callable, Sequence

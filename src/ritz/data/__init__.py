@@ -1,4 +1,4 @@
-"""Data sets by name: images stored as bytes on a device, and texts as tokens."""
+"""Data sets by name, read from local files: images as bytes on a device, texts as tokens."""
 
 from ritz.data import _cifar, _image_sets, _text_sets  # noqa: F401  (they register readers)
 from ritz.data._catalogue import available, describe, load

@@ -1,4 +1,4 @@
-"""``count_clusters``: the number of clusters of a graph, by density and by block Krylov."""
+"""``count_clusters``: the number of clusters, by all eigenvalues, density or block Krylov."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""``Graph``: the compressed rows of a weight matrix, with a record of how it was made."""
+"""``Graph``: the edge weights as compressed rows, with a record of how the graph was made."""
 
 import math
 from dataclasses import dataclass, replace

@@ -54,10 +54,12 @@ def stochastic_block_model(
     check_sizes("sizes", sizes)
     k = len(sizes)
     probabilities = as_points(probabilities, "probabilities")
-    if probabilities.shape != (k, k) or not torch.equal(probabilities, probabilities.T):
+    if probabilities.shape != (k, k):
         raise ValueError(
-            f"probabilities must be symmetric ({k}, {k}), got {short(probabilities.tolist())}"
+            f"probabilities must be ({k}, {k}), one row per block, got {tuple(probabilities.shape)}"
         )
+    if not torch.equal(probabilities, probabilities.T):
+        raise ValueError(f"probabilities must be symmetric, got {short(probabilities.tolist())}")
     if not bool(((probabilities >= 0) & (probabilities <= 1)).all()):
         raise ValueError(
             f"probabilities must be between 0 and 1, got {float(probabilities.min()):g} to "

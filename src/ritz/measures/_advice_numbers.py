@@ -1,4 +1,4 @@
-"""The numbers of ``advise`` with their errors: edges, exponents, damping, ratios and trials."""
+"""The numbers of ``advise`` and their errors: edges, exponents, damping, short trainings."""
 
 import math
 from collections.abc import Sequence

@@ -30,6 +30,9 @@ class Tuning:
     # Usual range of the trials, in units of the edge. From trained weights, three networks on MNIST
     # trained at up to 0.5 to 4.2 times the edge.
     usual: tuple[float, float] = (1.0, 5.0)
+    # All learning rates of a trial failed if its result is below this many edges. A trial halves
+    # its learning rate up to 12 times, and the lowest limit of networks on MNIST was 0.05 edges.
+    failed: float = 0.02
     # Warn if one step along the gradient would reduce a quadratic loss by more than this fraction.
     gain: float = 0.1
     # Warn if curvature along the gradient and critical sharpness differ by more than this factor.
@@ -163,13 +166,19 @@ def advice_warnings(risk: Risk, advice: Advice) -> Iterator[str]:
         yield (
             f"not near a minimum: the smallest eigenvalue is {least:.3g}, {-least / top:.0%} of "
             "the largest in magnitude. Training leaves these weights along negative curvature and "
-            "may diverge below the edge. Train for some epochs first, or run trials (verify)"
+            "may diverge below the edge. Train for some epochs first"
+            + (", or run trials (verify)" if advice.trainable is None else "")
         )
     yield from _gradient_warnings(advice)
     if batch_norms(risk.model):
         yield (
             f"batch norm: the curvature was measured in {risk.batch_norm} mode, but training "
-            "normalises with each batch, which changes the curvature. Run trials (verify)"
+            "normalises with each batch, which changes the curvature. "
+            + (
+                "Run trials (verify)"
+                if advice.trainable is None
+                else "Only the trials include this"
+            )
         )
 
 
@@ -205,6 +214,8 @@ def advice_sentence(advice: Advice, index: int) -> str:
     edge = float(advice.edge.mean[index])
     if math.isfinite(edge) and advice.trainable is None and _is_indefinite(advice):
         advised = f"the edge is {edge:.2g}, but no learning rate is advised at these weights"
+    elif math.isfinite(edge) and _all_failed(advice, index):
+        advised = f"the edge is {edge:.2g}, but no learning rate is advised"
     elif math.isfinite(edge):
         advised = f"{_recommendation(advice, index)}: {advised}"
     sentences = [advised[0].upper() + advised[1:]]
@@ -215,6 +226,14 @@ def advice_sentence(advice: Advice, index: int) -> str:
             "learns more per sample"
         )
     return " ".join(f"{text}." for text in [*sentences, *_comparisons(advice, index)])
+
+
+def _all_failed(advice: Advice, index: int) -> bool:
+    """Return whether all learning rates failed in at least one trial."""
+    trials = advice.trainable
+    if trials is None or trials.samples is None or math.isfinite(float(trials.truncation[index])):
+        return False
+    return float(trials.samples[:, index].min()) < TUNING.failed * float(advice.edge.mean[index])
 
 
 def _recommendation(advice: Advice, index: int) -> str:
@@ -251,7 +270,10 @@ def _comparisons(advice: Advice, index: int) -> Iterator[str]:
     times = float(advice.trainable.mean[index]) / edge
     low, high = TUNING.usual
     if not math.isfinite(float(advice.trainable.truncation[index])):
-        yield "The trials found no limit"
+        if _all_failed(advice, index):
+            yield "In at least one trial, all learning rates failed, even those far below the edge"
+        else:
+            yield "The trials found no limit: even learning rates far above the edge were stable"
         return
     stable = f"up to {times:.2g} times the edge"
     if times < low:

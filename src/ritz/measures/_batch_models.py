@@ -1,4 +1,4 @@
-"""``BatchCurve``: the largest eigenvalue over batch sizes, with one function for each model."""
+"""``BatchCurve``: the largest eigenvalue over batch sizes, and the models that predict it."""
 
 import math
 from collections.abc import Sequence

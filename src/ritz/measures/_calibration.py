@@ -1,4 +1,4 @@
-"""``temperature`` scaling, ``calibrated_sharpness`` and ``excess_risk``."""
+"""Temperature scaling and reliability, ``calibrated_sharpness``, and bounds of excess risk."""
 
 import math
 from collections.abc import Callable

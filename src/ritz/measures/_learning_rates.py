@@ -1,4 +1,4 @@
-"""``stable_rate``, the edge of stability, and its scaling rules; ``trainable_rate`` by trials."""
+"""``stable_rate``: edge of stability and scaling rules; ``trainable_rate`` by short trainings."""
 
 import copy
 import math
@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any, Literal, final, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ritz._core.batches import take_rows
@@ -232,10 +232,12 @@ def trainable_rate(
 
     Each training starts from the weights of the risk and draws batches without replacement. It
     fails if the loss becomes NaN, or if the mean loss of the last half of the steps is above
-    ``limit`` times the initial loss of all data. A trial starts with one learning rate and doubles
-    or halves it until one training passes and another fails; then it bisects. Further trials repeat
-    this with other batches, starting from the previous limit. The model of the risk is not changed:
-    a copy is trained, in training mode, with batch statistics and dropout if the model has them.
+    ``limit`` times the initial loss: that of all data, or, if batch norm or dropout change the loss
+    in training mode, that of the same batches in this mode. A trial starts with one learning rate
+    and doubles or halves it until one training passes and another fails; then it bisects. Further
+    trials repeat this with other batches, starting from the previous limit. The model of the risk
+    is not changed: a copy is trained, in training mode, with batch statistics and dropout if the
+    model has them.
 
     For three small networks on MNIST, this limit was 0.5 to 4.2 times the edge of local stability
     at trained weights, because the weights move to flatter regions.
@@ -337,15 +339,36 @@ class _Training:
     def __init__(
         self, risk: Risk, make: MakeOptimizer, batch_size: int, num_steps: int, limit: float
     ) -> None:
-        self._risk, self._make, self._limit = risk, make, limit * abs(risk.loss())
+        self._risk, self._make, self._limit = risk, make, limit
         self._batch_size, self._num_steps = batch_size, num_steps
         self._batch, self._count = risk.join_batches()
         # The adapter holds the model and its loss, and passes batches to both.
         self._adapter = copy.deepcopy(risk.adapter).to(risk.theta.dtype).train()
         self._state = copy.deepcopy(self._adapter.model.state_dict())
+        self._mode_matters = self._compare_modes()
+        self._initial: dict[int, float] = {}  # by the seed of the batches
 
     def stays(self, rate: float, seed: int) -> bool:
         """Return whether the loss stays below its limit with this learning rate."""
+        if seed not in self._initial:
+            first = self._late_loss(None, seed) if self._mode_matters else self._risk.loss()
+            self._initial[seed] = abs(first)
+        return is_below(self._late_loss(rate, seed), self._limit * self._initial[seed])
+
+    def _compare_modes(self) -> bool:
+        """Return whether training mode changes the loss, as batch norm and dropout do."""
+        rows = torch.arange(self._batch_size, device=self._risk.theta.device)
+        batch = take_rows(self._batch, rows, self._count)
+        with torch.no_grad(), torch.random.fork_rng():
+            training, evaluation = (
+                float(self._adapter.train(mode).loss(*self._adapter(batch)))
+                for mode in (True, False)
+            )
+        self._adapter.train()
+        return training != evaluation
+
+    def _late_loss(self, rate: float | None, seed: int) -> float:
+        """Return the mean loss of the last half of the steps; without a rate, of no steps."""
         model, risk = self._adapter.model, self._risk
         # This also resets the buffers, such as running statistics of an earlier training.
         model.load_state_dict(self._state)
@@ -354,18 +377,13 @@ class _Training:
             for name, value in risk.params.items():
                 weights[name].copy_(value)
         chosen = [weights[name] for name in risk.params]
-        takes_model = next(iter(signature(self._make).parameters), "") == "model"
-        optimizer = self._make(model if takes_model else chosen, rate)
-        if not isinstance(optimizer, Optimizer):
-            kind = type(optimizer).__name__
-            raise TypeError(f"make must return a torch optimiser, got {kind}")
+        optimizer = None if rate is None else self._optimizer(chosen, rate)
         rng = torch.Generator().manual_seed(seed)
         losses: list[float] = []
         # Dropout draws from the global generator.
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             for rows in self._orders(rng):
-                optimizer.zero_grad()
                 batch = take_rows(self._batch, rows.to(risk.theta.device), self._count)
                 loss = self._adapter.loss(*self._adapter(batch))
                 # The loss of the adapter does not include the L2 term.
@@ -373,12 +391,22 @@ class _Training:
                     loss = loss + 0.5 * risk.l2 * sum(p.square().sum() for p in chosen)
                 losses.append(float(loss.detach()))
                 if not math.isfinite(losses[-1]):
-                    return False
-                loss.backward()
-                optimizer.step()
+                    return math.nan
+                if optimizer is not None:
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
         # Only the last half counts: the loss may rise at first and fall again.
         half = losses[len(losses) // 2 :]
-        return is_below(sum(half) / len(half), self._limit)
+        return sum(half) / len(half)
+
+    def _optimizer(self, chosen: list[nn.Parameter], rate: float) -> Optimizer:
+        takes_model = next(iter(signature(self._make).parameters), "") == "model"
+        optimizer = self._make(self._adapter.model if takes_model else chosen, rate)
+        if not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise TypeError(f"make must return a torch optimiser, got {kind}")
+        return optimizer
 
     def _orders(self, rng: torch.Generator) -> Iterator[Tensor]:
         done = 0

@@ -1,4 +1,4 @@
-"""`exact`: diagonal and trace without products; `gershgorin`, `lower_bound`: eigenvalues.
+"""Diagonals, traces and bounds of eigenvalues that an operator knows without products.
 
 ``exact`` dispatches on the class of the operator. A new operator registers its own rule:
 ``exact.register(MyOperator)(lambda op, quantity: Exact.of(op.entries, quantity))``.

@@ -161,8 +161,8 @@ def _from_scipy(x: Any) -> FunctionOperator:
 
 MATRIX_FILES = (".mtx", ".mtx.gz", ".npz", ".npy")
 _CONTENTS = {
-    ".npz": "a sparse matrix saved by scipy.sparse.save_npz",
-    ".npy": "a matrix saved by numpy.save",
+    ".npz": "a symmetric matrix saved by scipy.sparse.save_npz",
+    ".npy": "a symmetric matrix saved by numpy.save",
 }
 
 

@@ -1,4 +1,4 @@
-"""`SparseOperator`, and `CompressedRows`, whose product with a block runs at memory speed."""
+"""`SparseOperator`; `CompressedRows`, whose block product is limited by memory bandwidth alone."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""Dense, diagonal, low-rank, block-diagonal and Kronecker operators; shifts, parts and sums."""
+"""Dense, diagonal, low-rank, block-diagonal, Kronecker, shifted, deflated, restricted operators."""
 
 from collections.abc import Sequence
 from typing import final

@@ -1,4 +1,4 @@
-"""`IterateAverage` of any optimiser, `AutoAverage` (when to begin, by patience) and `swa`."""
+"""`IterateAverage` of any optimiser; `AutoAverage`, which starts by patience; and `swa`."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-r"""`Damping`: rules that set the damping of an optimiser during training; damping as shrinkage.
+r"""`Damping`: rules that set the damping of an optimiser, and the damping of the best shrinkage.
 
 A step along an eigenvector of eigenvalue :math:`\lambda` has the size
 :math:`\alpha / (\lambda + \delta)`. Any optimiser whose groups have a ``delta`` can be damped by a

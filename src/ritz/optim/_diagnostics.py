@@ -1,4 +1,4 @@
-"""Diagnostics: `solution_diversity`, `weight_norms`, scale invariance, `effective_rates`."""
+"""Diversity of solutions, norms and scale invariance of weights, effective learning rates."""
 
 import math
 from collections.abc import Iterable, Mapping

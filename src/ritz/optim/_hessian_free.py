@@ -1,4 +1,4 @@
-"""`HessianFree`: damped Newton steps by conjugate gradients, with a new system in every step."""
+"""`HessianFree`: damped Newton steps, each from a system solved by conjugate gradients."""
 
 import math
 from collections.abc import Callable

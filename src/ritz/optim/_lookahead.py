@@ -1,4 +1,4 @@
-"""`Lookahead`: slow weights around any optimiser."""
+"""`Lookahead`: slow weights that follow the fast weights of any optimiser."""
 
 from collections.abc import Callable
 from operator import attrgetter

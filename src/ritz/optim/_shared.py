@@ -1,4 +1,4 @@
-"""Names for other packages of ritz."""
+"""Names that other packages of ritz need and users do not."""
 
 from ritz.optim._averaging import attached_to as attached_to
 from ritz.optim._edge import Edge as Edge

@@ -1,4 +1,4 @@
-"""Plots of trained networks: sharpness, degeneracy, bulk edge, calibration, layers, diversity."""
+"""Plots of networks: sharpness, degeneracy, bulk, gradient, calibration, layers, diversity."""
 
 from typing import Any
 

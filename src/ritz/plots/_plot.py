@@ -1,4 +1,4 @@
-"""``plot``, which draws any result, and ``save_figure``."""
+"""``plot``, which draws any result by its class, and ``save_figure``."""
 
 import os
 from abc import ABC

@@ -1,4 +1,4 @@
-"""Plots of the results of a matrix: spectra, densities, estimates, moments, solutions."""
+"""Plots of spectra, densities, estimates, eigenpairs, moments and solutions of a matrix."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Plots of training: loss, accuracy and settings by epoch; metrics of a sweep over one option."""
+"""Training curves: loss, accuracy and settings by epoch; plots of sweeps over options."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

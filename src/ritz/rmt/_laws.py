@@ -9,8 +9,8 @@ import torch
 from scipy.special import wofz
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_number, check_positive, check_range
-from ritz._core.density import NO_ATOMS, Atoms, as_points
+from ritz._core.checks import check_count, check_number, check_positive
+from ritz._core.density import NO_ATOMS, Atoms, as_points, interval_ends
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
 
@@ -83,9 +83,7 @@ class Law(ABC):
 
     def mass(self, low: float, high: float) -> float:
         """Return the fraction of eigenvalues in ``(low, high]``."""
-        check_range("low", low)
-        check_range("high", high)
-        ends = self._cdf(torch.tensor([low, high], dtype=torch.float64))
+        ends = self._cdf(interval_ends(low, high))
         return float(ends[1] - ends[0])
 
     def ppf(self, levels: float | Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-r"""The Tracy-Widom laws of the largest eigenvalue of a large random matrix."""
+r"""Tracy-Widom laws of the largest eigenvalue of a random matrix, by Fredholm determinants."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,4 +1,4 @@
-r"""Bounds that can be computed before a measurement, or instead of it.
+r"""Bounds for Krylov methods, moments, probes, graphs and SGD, known without a measurement.
 
 They concern the convergence of Krylov methods, errors of moments, numbers of probes, perturbations
 of graphs, and losses of averaged and preconditioned SGD. If a formula differs from the printed one,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_positive
-from ritz._core.density import NO_ATOMS, Atoms, as_points
+from ritz._core.density import NO_ATOMS, Atoms, as_points, interval_ends
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, draw_probes, resolve_generator
 from ritz._core.results import stderr
@@ -57,7 +57,7 @@ class SampledDensity(ABC):
     def mass(self, low: float, high: float) -> float:
         """Return the fraction of eigenvalues in ``(low, high]``."""
         # mass of (low, high] = cdf(high) - cdf(low)
-        ends = self.cdf(torch.tensor([low, high], dtype=torch.float64))
+        ends = self.cdf(interval_ends(low, high))
         return float(ends[1] - ends[0])
 
 

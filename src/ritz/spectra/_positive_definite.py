@@ -1,4 +1,4 @@
-"""Cholesky factors of positive definite matrices, and the error that other matrices raise."""
+"""Cholesky factors and their roundoff, and the error for a matrix that is not positive definite."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""``trace``, ``diagonal`` and ``frobenius_norm``, exact or by random probes."""
+"""Traces (Hutchinson, Hutch++, XTrace), diagonals and Frobenius norms, exact or estimated."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The picture of the study ``adaptive_gap``."""
+"""The figure of the study ``adaptive_gap``."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Data, small networks and short trainings that several studies share.
+"""Data, small networks, short trainings and power laws that several studies share.
 
 Trainings here are plain loops at a constant learning rate. Studies of the training loop itself call
 :func:`ritz.training.fit`.

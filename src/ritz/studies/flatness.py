@@ -1,4 +1,4 @@
-r"""Weight decay makes networks better and sharper: Flatness is a False Friend, sections 2 and 4.
+r"""Weight decay, accuracy and sharpness: Flatness is a False Friend, sections 2 and 4.
 
 Logistic regression, a multi-layer perceptron and a convolutional network are trained with SGD and
 several weight decays, by default on 45,000 images of MNIST; 5,000 are held out. For each network,

@@ -6,7 +6,6 @@ Barabási-Albert graphs among small graphs of all three models.
 
 The error of a mean is its distance from the parameter with which the graphs were drawn. By chance,
 the edge density of an Erdős-Rényi graph differs from its parameter p, and so does an estimate of p
-from collections.abc import Iterator
 from the graph. Two more rows show by how much: the standard error of the edge density, and the
 distance of the estimates from the edge density. At n = 50 the paper reports the error 0, which is
 smaller than this chance error for a mean over fewer than 800 graphs. The paper does not say how

@@ -1,4 +1,4 @@
-"""``LightningCallback``; importing this module imports Lightning."""
+"""``LightningCallback``: a curvature monitor as a callback of Lightning, which is imported here."""
 
 from collections.abc import Mapping
 from typing import Any

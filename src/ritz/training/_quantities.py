@@ -1,4 +1,4 @@
-"""The quantities that a monitor measures, each one registered function with its cost."""
+"""The quantities of monitors by name: what is measured, and its cost."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

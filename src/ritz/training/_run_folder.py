@@ -1,4 +1,4 @@
-"""Run folders: train into one, read its ``run.json``, and make the risk of its network."""
+"""Run folders and ``run.json``: train into one, open one, and make the risk of its network."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

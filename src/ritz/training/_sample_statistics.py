@@ -1,4 +1,4 @@
-"""One pass over the gradients of all single samples, for every quantity that needs them."""
+"""Sums and histograms of the gradients of single samples, in one pass for all quantities."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

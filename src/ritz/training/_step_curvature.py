@@ -1,4 +1,4 @@
-"""Curvature for second-order optimisers and damping rules: when, and on which samples."""
+"""Curvature that optimisers and damping rules need before a step: when, on which samples."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

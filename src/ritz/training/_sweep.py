@@ -258,10 +258,11 @@ def _option_name(word: str, names: Iterable[str]) -> str:
     if name == "seed":
         raise ValueError("grid must not have seed: pass seeds=[0,1,2] (--seeds 0,1,2)")
     if name not in known and name not in aliases:
+        hint = suggest(name, sorted(known), listing="ritz train --help")
+        hint += "" if hint.endswith("?") else "."
         raise ValueError(
-            f"grid must have options of training, got {word!r}; "
-            f"{suggest(name, sorted(known), listing='ritz train --help')} Settings of the "
-            "optimiser, the model and the data are optimizer.NAME, model.NAME and data.NAME"
+            f"grid must have options of training, got {word!r}; {hint} Settings of "
+            "the optimiser, the model and the data are optimizer.NAME, model.NAME and data.NAME"
         )
     return name if name in known else aliases[name]
 

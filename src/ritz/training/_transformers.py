@@ -1,4 +1,4 @@
-"""``TrainerCallback``; importing this module imports transformers."""
+"""``TrainerCallback``: a curvature monitor as a callback of the Hugging Face Trainer."""
 
 from collections.abc import Callable
 from typing import Any

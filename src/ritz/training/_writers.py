@@ -1,4 +1,4 @@
-"""Writers of training logs and monitors, with the ``add_scalar`` of TensorBoard."""
+"""`WandbWriter` and `MlflowWriter`: logs and monitors to Weights & Biases and MLflow."""
 
 import math
 import re

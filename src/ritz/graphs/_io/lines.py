@@ -1,4 +1,4 @@
-"""Graphs in text files of lines: edge lists, Matrix Market and METIS, plain or compressed."""
+"""Graphs in text files: edge lists, Matrix Market and METIS, plain or compressed."""
 
 import bz2
 import gzip

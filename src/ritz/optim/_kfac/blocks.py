@@ -1,4 +1,4 @@
-r"""The curvature of one layer: sums of a step, running averages, damped inverse; settings.
+r"""The curvature of one layer in K-FAC: sums of a step, running averages, damped inverse.
 
 .. math:: (S \otimes A + \delta I)^{-1} \operatorname{vec} V, \qquad
     S = \mathrm{E}[\delta \delta^\top], \quad A = \mathrm{E}[a a^\top]

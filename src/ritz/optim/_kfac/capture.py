@@ -1,4 +1,4 @@
-"""Hooks that capture the inputs and output derivatives of layers in the passes of the user.
+"""Hooks that capture inputs and output derivatives of layers in ordinary passes of training.
 
 :func:`ritz.curvature.kfac` evaluates the model itself, and its hooks insert copies into the graph.
 The hooks of this module run in the forward and backward passes of the user. They must not change

@@ -1,4 +1,4 @@
-"""`Curvature`: when factors are captured, averaged and inverted; several processes; saved state."""
+"""When the factors of K-FAC are captured, averaged and inverted; several processes; saved state."""
 
 import math
 import random

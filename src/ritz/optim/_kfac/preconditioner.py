@@ -1,4 +1,4 @@
-"""`KFACPreconditioner`: K-FAC around any optimiser."""
+"""`KFACPreconditioner`: gradients preconditioned by K-FAC, for any optimiser."""
 
 from contextlib import AbstractContextManager
 from typing import Any, Unpack, final

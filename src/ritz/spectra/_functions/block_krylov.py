@@ -1,4 +1,4 @@
-r"""Traces of functions in two parts: a block Krylov space, treated exactly, and a sampled rest.
+r"""Traces of functions: a block Krylov space, treated exactly, and a sampled remainder.
 
 With an orthonormal basis :math:`Q` of the space and :math:`T = Q^\top A Q`,
 :math:`\det A = \det T \det S`, where :math:`S` is the Schur complement on the orthogonal

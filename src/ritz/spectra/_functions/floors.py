@@ -1,4 +1,4 @@
-r"""Positive lower bounds of the eigenvalues: certain ones from entries, likely ones from products.
+r"""Lower bounds of positive eigenvalues, certain ones from entries, likely ones from products.
 
 With any positive bound, however small, Gauss and Gauss-Radau rules bracket the logarithm: a bound
 of :math:`10^{-12}` instead of :math:`1` takes a few steps more.

@@ -1,4 +1,4 @@
-"""The Lanczos recurrence, its orthonormal basis, and re-orthogonalisation."""
+"""The Lanczos recurrence, its basis, re-orthogonalisation, Ritz pairs and their residuals."""
 
 import math
 from collections.abc import Callable

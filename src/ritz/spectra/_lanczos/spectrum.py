@@ -1,4 +1,4 @@
-"""``lanczos`` and ``lanczos_block``, and their result, ``Spectrum``."""
+"""``lanczos`` and ``lanczos_block``: Ritz values and weights from products (``Spectrum``)."""
 
 import os
 from dataclasses import dataclass, field

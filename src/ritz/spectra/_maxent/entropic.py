@@ -1,4 +1,4 @@
-"""The density of maximum entropy: values, integrals, entropy and divergences."""
+"""``EntropicDensity`` of maximum entropy: values, integrals, entropy and divergences."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from numpy.polynomial.legendre import leggauss
 from torch import Tensor
 
-from ritz._core.density import NO_ATOMS, Atoms, Density, as_points
+from ritz._core.density import NO_ATOMS, Atoms, Density, as_points, interval_ends
 from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
 from ritz.spectra._maxent.dual import TUNING, Rule, chebyshev, log_prior, quadrature
@@ -107,7 +107,7 @@ class EntropicDensity(HasStatus):
 
     def mass(self, low: float, high: float) -> float:
         """Return the fraction of eigenvalues in ``(low, high]``."""
-        ends = self.cdf(torch.tensor([low, high], dtype=torch.float64))
+        ends = self.cdf(interval_ends(low, high))
         return float(ends[1] - ends[0])
 
     def expectation(self, function: Callable[[Tensor], Tensor]) -> float:
