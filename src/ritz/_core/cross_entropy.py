@@ -81,11 +81,74 @@ def _weights(target: Tensor, scale: Tensor, ignored: int) -> Tensor:
 
 def _classes(target: Tensor, ignored: int) -> Tensor:
     # An ignored label has weight zero, so it can be replaced by any class.
-    return torch.where(target == ignored, 0, target).unsqueeze(1)
+    # torch takes labels in uint8, but not as indices.
+    return torch.where(target == ignored, 0, target).long().unsqueeze(1)
 
 
 # ------------------------------------------------------------------------------------------
-# Cross-entropy that keeps its digits near a minimum.
+# Cross-entropy that keeps its digits, near a minimum and for large outputs.
+
+
+def softmax_product(p: Tensor, tangent: Tensor) -> Tensor:
+    r"""Return :math:`(\operatorname{diag}(p) - p p^\top) t` for probabilities along axis 1."""
+    # Adding a constant to t changes nothing. If t is 0 at the likeliest class, nothing cancels even
+    # if the probability of this class is nearly 1.
+    mixed = p * (tangent - tangent.gather(1, p.argmax(1, keepdim=True)))
+    return mixed - p * mixed.sum(1, keepdim=True)
+
+
+class _TermGradients(torch.autograd.Function):
+    """The gradient of each term, ``p - e_y``. A product with its Jacobian takes six operations."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(outputs: Tensor, label: Tensor) -> Tensor:
+        others = outputs.softmax(1).scatter(1, label, 0.0)
+        # p_y - 1 = -sum_{k != y} p_k, which does not cancel
+        return others.scatter_(1, label, -others.sum(1, keepdim=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return softmax_product(ctx.saved_tensors[0].softmax(1), cotangent), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: Any) -> Any:
+        return softmax_product(ctx.saved_tensors[0].softmax(1), tangent)
+
+
+class _Terms(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(outputs: Tensor, label: Tensor) -> Tensor:
+        # Not minus infinity, since all other classes may be excluded by minus infinity as well.
+        others = outputs.scatter(1, label, torch.finfo(outputs.dtype).min)
+        top = others.amax(1, keepdim=True)
+        # log sum_{k != y} e^{f_k - top} - (f_y - top)
+        log_sum = others.sub_(top).exp_().sum(1, keepdim=True).log()
+        log_odds = log_sum - (outputs.gather(1, label) - top)
+        return functional.softplus(log_odds, threshold=TUNING.threshold).squeeze(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        call: Any = _TermGradients.apply
+        return call(*ctx.saved_tensors) * cotangent.unsqueeze(1), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: Any) -> Any:
+        call: Any = _TermGradients.apply
+        return (call(*ctx.saved_tensors) * tangent).sum(1)
 
 
 def entropy_terms(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
@@ -98,12 +161,8 @@ def entropy_terms(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
     """
     # In float32 at least, as under autocast.
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    label = _classes(target, ignored)
-    odds = outputs - outputs.gather(1, label)
-    # Not minus infinity, whose derivative is NaN if all other classes are excluded as well.
-    odds = odds.scatter(1, label, torch.finfo(odds.dtype).min)
-    terms = functional.softplus(odds.logsumexp(1), threshold=TUNING.threshold)
-    return torch.where(target == ignored, 0.0, terms)
+    call: Any = _Terms.apply
+    return torch.where(target == ignored, 0.0, call(outputs, _classes(target, ignored)))
 
 
 def accurate_entropy(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
@@ -120,7 +179,11 @@ def _value(outputs: Tensor, target: Tensor, ignored: int, smoothing: float) -> T
     total = torch.zeros((), dtype=torch.float64, device=outputs.device)
     options: Any = {"ignore_index": ignored, "label_smoothing": smoothing, "reduction": "sum"}
     for part in output_parts(outputs):
-        total += functional.cross_entropy(outputs[part], places_of(target, part), **options)
+        row, labels = outputs[part], places_of(target, part)
+        if smoothing:
+            total += functional.cross_entropy(row, labels, **options)
+        else:
+            total += entropy_terms(row, labels, ignored).sum(dtype=torch.float64)
     return (total / (target != ignored).sum()).to(outputs.dtype)
 
 
