@@ -366,13 +366,17 @@ def test_an_ignored_label_does_not_make_the_derivatives_of_excluded_classes_nan(
     torch.testing.assert_close(derivatives(accurate_loss(CE)), derivatives(CE))
 
 
-def test_labels_in_uint8_are_those_in_int64():
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)])
+def test_labels_in_uint8_are_those_in_int64(weight):
     model, inputs, target = mlp(4, 3).double(), noise(6, 4), labels(3, 6)
-    risks = [Risk(model, CE, [(inputs, y)]) for y in (target, target.to(torch.uint8))]
+    risks = [  # three classes and three samples per batch: uint8 would be a mask of the weights
+        Risk(model, partial(CE, weight=weight), list(zip(inputs.split(3), y.split(3), strict=True)))
+        for y in (target, target.to(torch.uint8))
+    ]
 
     values = [(torch.tensor(r.loss()), r.gradient(), hessian(r) @ r.theta) for r in risks]
 
-    torch.testing.assert_close(*values, rtol=0, atol=0)
+    torch.testing.assert_close(*values)
 
 
 @pytest.mark.parametrize("loss_fn", [CE, BCE])

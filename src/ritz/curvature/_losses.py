@@ -353,7 +353,8 @@ def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
     weight: Tensor | None = options.get("weight")
     if weight is None:
         return counted.sum()
-    return (weight.to(target.device)[torch.where(counted, target, 0)] * counted).sum()
+    # Labels in uint8 would be a mask.
+    return (weight.to(target.device)[torch.where(counted, target, 0).long()] * counted).sum()
 
 
 def check_loss(loss: Any, index: int) -> None:
@@ -408,7 +409,7 @@ def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
         return
     check_one_tensor(outputs)
     shape, expected = tuple(outputs.shape), outputs.shape[:1] + outputs.shape[2:]
-    if outputs.ndim < 2 and target.ndim:
+    if outputs.ndim < 2:
         raise ValueError(
             f"outputs of the model must be (samples, classes) for cross-entropy, got {shape}"
         )
