@@ -73,6 +73,11 @@ def places_of(target: Tensor, part: Part) -> Tensor:
     return target[part[0]] if len(part) == 1 else target[part[0], part[2]]
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 at least, in which torch computes losses under autocast."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def _weights(target: Tensor, scale: Tensor, ignored: int) -> Tensor:
     """Return the weight of each label in the mean, with an axis for the classes."""
     kept = (target != ignored).to(scale.dtype)
@@ -159,10 +164,8 @@ def entropy_terms(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
     In the derivatives of torch, :math:`p_y - 1` cancels: at a loss of 1e-4 a float32 gradient has
     four digits. Here all terms have one sign.
     """
-    # In float32 at least, as under autocast.
-    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     call: Any = _Terms.apply
-    return torch.where(target == ignored, 0.0, call(outputs, _classes(target, ignored)))
+    return torch.where(target == ignored, 0.0, call(_wide(outputs), _classes(target, ignored)))
 
 
 def accurate_entropy(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
@@ -181,10 +184,10 @@ def _value(outputs: Tensor, target: Tensor, ignored: int, smoothing: float) -> T
     for part in output_parts(outputs):
         row, labels = outputs[part], places_of(target, part)
         if smoothing:
-            total += functional.cross_entropy(row, labels, **options)
+            total += functional.cross_entropy(_wide(row), labels, **options)
         else:
             total += entropy_terms(row, labels, ignored).sum(dtype=torch.float64)
-    return (total / (target != ignored).sum()).to(outputs.dtype)
+    return (total / (target != ignored).sum()).to(_wide(outputs[:0]))
 
 
 @torch.library.custom_op("ritz::entropy_gradient", mutates_args=())
@@ -195,7 +198,7 @@ def _gradient(
     result = torch.empty_like(outputs)
     weights = _weights(target, scale, ignored)
     for part in output_parts(outputs):
-        row, label = outputs[part].softmax(1), _classes(places_of(target, part), ignored)
+        row, label = _wide(outputs[part]).softmax(1), _classes(places_of(target, part), ignored)
         # p_y - 1 = -sum_{k != y} p_k, which does not cancel
         others = row.scatter_(1, label, 0.0).sum(1, keepdim=True)
         row.scatter_(1, label, smoothing - others)
@@ -211,7 +214,7 @@ def _curvature(
     result = torch.empty_like(gradient)
     weights = _weights(target, scale, ignored)
     for part in output_parts(gradient):
-        g, t, w = gradient[part], tangent[part], weights[part]
+        g, t, w = _wide(gradient[part]), _wide(tangent[part]), weights[part]
         label = _classes(places_of(target, part), ignored)
         # H 1 = 0, so t may be shifted. If t is 0 at the label, nothing cancels even if the
         # probability of the label is nearly 1.
@@ -236,16 +239,16 @@ def _slope(
 ) -> Tensor:
     # The directional derivative g't, without storing g.
     total = torch.zeros((), dtype=torch.float64, device=outputs.device)
-    one = outputs.new_ones(())
+    one = _wide(outputs[:0]).new_ones(())
     weights = _weights(target, one, ignored)
     for part in output_parts(outputs):
-        label, t = _classes(places_of(target, part), ignored), tangent[part]
+        label, t = _classes(places_of(target, part), ignored), _wide(tangent[part])
         # g't = w (p't - q't), and t may be shifted to 0 at the label
         t = t - t.gather(1, label)
-        along = (outputs[part].softmax(1) * t).sum(1, keepdim=True)
+        along = (_wide(outputs[part]).softmax(1) * t).sum(1, keepdim=True)
         along -= smoothing * t.mean(1, keepdim=True)
         total += (along * weights[part]).sum()
-    return total.to(outputs.dtype)
+    return total.to(one)
 
 
 def _over_columns(op: Any) -> Any:
@@ -265,7 +268,7 @@ def _over_columns(op: Any) -> Any:
 for _op in (_value, _gradient, _curvature, _slope):
     _op.register_vmap(_over_columns(_op))
 for _op in (_value, _slope):
-    _op.register_fake(lambda outputs, *others: outputs.new_empty(()))
+    _op.register_fake(lambda outputs, *others: _wide(outputs[:0]).new_empty(()))
 for _op in (_gradient, _curvature):
     _op.register_fake(lambda outputs, *others: torch.empty_like(outputs))
 
@@ -349,7 +352,7 @@ def chunked_hessian(
     outputs: Tensor, target: Tensor, tangent: Tensor, ignored: int, smoothing: float
 ) -> Tensor:
     """Return the Hessian of the mean cross-entropy in the outputs, times a tangent."""
-    one = outputs.new_ones(())
+    one = _wide(outputs[:0]).new_ones(())
     gradient = _gradient(outputs, target, one, ignored, smoothing)
     product: Tensor = _curvature(gradient, target, one, tangent, ignored, smoothing)
     return product
