@@ -391,6 +391,24 @@ def test_a_traced_hessian_product_has_no_more_operations_than_that_of_the_plain_
     assert counts[0] <= counts[1]
 
 
+@pytest.mark.parametrize("loss_fn", [CE, BCE])
+def test_hessian_products_whose_squares_underflow_keep_their_digits_in_float32(loss_fn):
+    model, inputs = mlp(4, 3), noise(6, 4).float()
+    with torch.no_grad():
+        model[2].bias += 60 * torch.tensor([1.0, 0, 0] if loss_fn is CE else [1.0, -1, -1])
+    target = torch.zeros(6, dtype=torch.int64)
+    target = target if loss_fn is CE else functional.one_hot(target, 3).float()
+
+    wide, narrow = (
+        Risk(model, loss_fn, (inputs, target), precision=p) for p in ("float64", "float32")
+    )
+    exact = hessian(wide) @ wide.theta
+    product = hessian(narrow) @ narrow.theta
+
+    assert 0 < exact.norm() < 1e-22
+    assert (product - exact).norm() < 1e-5 * exact.norm()
+
+
 def test_a_label_without_other_classes_has_no_derivative():
     outputs = torch.tensor([[0.3, -torch.inf], [1.0, 2.0]])
     target = torch.tensor([0, 1])
