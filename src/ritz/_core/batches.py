@@ -111,15 +111,19 @@ def to_device(batch: Batch, device: torch.device, *, non_blocking: bool = False)
     """Return a batch with all its tensors on a device. Other mappings become dictionaries."""
 
     def move(leaf: Any) -> Any:
+        leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
         return leaf.to(device, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
 
     return tree_map(move, as_plain(batch))
 
 
 def as_plain(batch: Batch) -> Batch:
-    """Return a batch of tensors: arrays converted, other mappings (tokenizers) as dictionaries."""
-    other = isinstance(batch, Mapping) and type(batch) is not dict
-    return from_arrays(dict(batch) if other else batch)
+    """Return a mapping of another type, such as the output of a tokenizer, as a dictionary.
+
+    If the batch has arrays alone, they become tensors. Arrays beside tensors are other values.
+    """
+    batch = dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
+    return batch if tensors(batch) else from_arrays(batch)
 
 
 def from_arrays(data: Any) -> Any:
@@ -155,7 +159,7 @@ def as_one_batch(data: Any) -> Batch | None:
     if isinstance(data, Tensor | np.ndarray):
         return (from_arrays(data),)
     if isinstance(data, Mapping):
-        return as_plain(data)
+        return from_arrays(as_plain(data))
     # A list holds batches. A tuple of tensors, perhaps with several targets in a tuple, holds all
     # samples.
     kinds = Tensor | np.ndarray
