@@ -6,7 +6,14 @@ import pytest
 import torch
 from curvature.networks import labels, mlp, noise, seeded, vectors
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+)
 
 from ritz.curvature import Risk, hessian
 from ritz.curvature import _batches as batches
@@ -24,6 +31,13 @@ class Augmented(Dataset):
 
     def __getitem__(self, index):
         return X[index] + 0.1 * torch.randn(3, dtype=torch.float64), Y[index]
+
+
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __iter__(self):
+        return zip(X, Y, strict=True)
 
 
 class Counted:
@@ -62,8 +76,10 @@ SOURCES = {
     "iterable": Counted,
     "tensors": lambda: (X, Y),
     "arrays": lambda: (X.numpy(), Y.numpy()),
+    "batches of arrays": lambda: [(X[:4].numpy(), Y[:4].numpy()), (X[4:].numpy(), Y[4:].numpy())],
     "dataset": lambda: PAIRS,
     "samples by index": lambda: Subset(PAIRS, range(10)),
+    "loader of a stream": lambda: DataLoader(Stream(), batch_size=4),
 }
 
 

@@ -6,11 +6,12 @@ from curvature.networks import noise
 from torch import nn
 from torch.autograd import gradcheck
 from torch.func import grad, jvp, vjp, vmap
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 import ritz
 from ritz._core import cross_entropy as chunks
 from ritz._core.cross_entropy import Tuning, chunked_entropy, chunked_hessian
+from ritz.curvature import _adapter
 from ritz.curvature._tracing import nbytes
 
 VOCABULARY, TOKENS = 40, 6
@@ -102,6 +103,47 @@ def language_risk(count=3, **options):
     labels = ids.clone()
     labels[0, 3:] = -100
     return ritz.Risk(model, None, [{"ids": ids, "labels": labels}], **options), model
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_half_precision_outputs_have_their_loss_in_float32_as_under_autocast(
+    dtype, smoothing, monkeypatch
+):
+    monkeypatch.setattr(chunks, "TUNING", Tuning(large=10, chunk=2**16))
+    outputs, labels, tangent = case(70_000, 4)  # more labels than the largest float16
+    outputs, tangent = outputs.to(dtype).requires_grad_(), tangent.to(dtype)
+
+    value = chunked_entropy(outputs, labels, -100, smoothing)
+    (gradient,) = torch.autograd.grad(value * 1024, outputs, create_graph=True)
+    (product,) = torch.autograd.grad(gradient, outputs, tangent)
+
+    wide = outputs.detach().float().requires_grad_()
+    expected = cross_entropy(wide, labels, label_smoothing=smoothing)
+    torch.testing.assert_close(value, expected)
+    (exact,) = torch.autograd.grad(expected * 1024, wide, create_graph=True)
+    torch.testing.assert_close(gradient, exact.to(dtype))
+    (exact,) = torch.autograd.grad(exact, wide, tangent.float())
+    assert (product - exact).norm() < 5 * torch.finfo(dtype).eps * exact.norm()
+    torch.testing.assert_close(jvp(lambda f: chunked_entropy(f, labels, -100, smoothing),
+                                   (outputs.detach(),), (tangent,))[1],
+                               jvp(lambda f: cross_entropy(f, labels, label_smoothing=smoothing),
+                                   (wide.detach(),), (tangent.float(),))[1])  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_fn", [cross_entropy, binary_cross_entropy_with_logits, mse_loss])
+def test_training_on_large_outputs_under_autocast_has_the_loss_of_torch(loss_fn, monkeypatch):
+    monkeypatch.setattr(chunks, "TUNING", Tuning(large=10))
+    monkeypatch.setattr(_adapter, "ENTROPY", Tuning(alone=10))
+    outputs, labels, _ = case(5, 40)
+    outputs = outputs.bfloat16()
+    target = labels if loss_fn is cross_entropy else outputs.float().sigmoid()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = _adapter.Adapter(nn.Linear(1, 1), loss_fn, None).loss(outputs, target)
+        expected = loss_fn(outputs, target)
+
+    torch.testing.assert_close(loss, expected)
 
 
 def test_matrices_of_a_language_model_do_not_depend_on_the_chunks(monkeypatch):

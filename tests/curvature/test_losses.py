@@ -6,11 +6,11 @@ import pytest
 import torch
 from curvature.networks import Decoder, labels, mlp, noise, seeded, vectors
 from torch import nn
-from torch.func import grad, jacfwd, jvp
+from torch.func import grad, jacfwd, jvp, vjp
 from torch.nn import functional
 
 from ritz._core import cross_entropy
-from ritz.curvature import Risk, fisher, ggn, gradient_covariance
+from ritz.curvature import Risk, fisher, ggn, gradient_covariance, hessian
 from ritz.curvature._losses import accurate_loss, known_loss, output_hessian, sample_losses
 
 CE, BCE, MSE = (
@@ -318,6 +318,95 @@ def test_the_gradient_of_certain_outputs_keeps_its_digits_in_float32(
     # For a label that is certain and wrong, p (1 - p) is tiny and cancels.
     right = gradient(wide).abs() * wide.numel() < 0.9
     torch.testing.assert_close(product.double()[right], known[right], rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 300.0, 1e4])
+def test_derivatives_of_wrong_labels_keep_their_digits_in_float32(scale):
+    # exp(f_k - log sum exp f) has an error of |f| times machine precision.
+    outputs = torch.tensor([[scale, 0.3, scale + 0.5], [scale, scale - 0.25, 0.1]])
+    target, tangent = torch.tensor([1, 2]), torch.tensor([[0.7, -0.4, 1.3], [0.5, 2.0, -0.6]])
+    gradient = grad(lambda f: accurate_loss(CE)(f, target))
+
+    found, forward = jvp(gradient, (outputs,), (tangent,))
+    backward = vjp(gradient, outputs)[1](tangent)[0]
+
+    exact = grad(lambda f: CE(f, target))(outputs.double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+    product = known_loss(CE).hessian(outputs.double(), target, tangent.double())
+    for each in (forward, backward):
+        torch.testing.assert_close(each.double(), product, rtol=2e-6, atol=1e-7 * product.norm())
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_value_for_certain_labels_keeps_its_digits_in_float32(chunked, monkeypatch):
+    if chunked:
+        monkeypatch.setattr(cross_entropy, "TUNING", cross_entropy.Tuning(large=1))
+    outputs, target = torch.tensor([[17.0, 0.0, 1.0], [0.0, 30.0, -2.0]]), torch.tensor([0, 1])
+
+    value = accurate_loss(CE)(outputs, target).double()
+
+    others = [[-17.0, -16.0], [-30.0, -32.0]]
+    exact = torch.tensor(others, dtype=torch.float64).exp().sum(1).log1p().mean()
+    torch.testing.assert_close(value, exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_ignored_label_does_not_make_the_derivatives_of_excluded_classes_nan(
+    chunked, monkeypatch
+):
+    if chunked:
+        monkeypatch.setattr(cross_entropy, "TUNING", cross_entropy.Tuning(large=1))
+    outputs = noise(4, 3).index_fill(1, torch.tensor(0), -torch.inf)
+    target, tangent = torch.tensor([1, -100, 2, -100]), noise(4, 3, seed=5)
+
+    def derivatives(call):
+        gradient = grad(lambda f: call(f, target))
+        return call(outputs, target), *jvp(gradient, (outputs,), (tangent,))
+
+    torch.testing.assert_close(derivatives(accurate_loss(CE)), derivatives(CE))
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)])
+def test_labels_in_uint8_are_those_in_int64(weight):
+    model, inputs, target = mlp(4, 3).double(), noise(6, 4), labels(3, 6)
+    risks = [  # three classes and three samples per batch: uint8 would be a mask of the weights
+        Risk(model, partial(CE, weight=weight), list(zip(inputs.split(3), y.split(3), strict=True)))
+        for y in (target, target.to(torch.uint8))
+    ]
+
+    values = [(torch.tensor(r.loss()), r.gradient(), hessian(r) @ r.theta) for r in risks]
+
+    torch.testing.assert_close(*values)
+
+
+@pytest.mark.parametrize("loss_fn", [CE, BCE])
+def test_a_traced_hessian_product_has_no_more_operations_than_that_of_the_plain_loss(loss_fn):
+    target = labels(3, 6) if loss_fn is CE else (noise(6, 3) > 0).double()
+    counts = []
+    for call in (loss_fn, lambda outputs, y: loss_fn(outputs, y)):  # the latter is not recognized
+        op = hessian(Risk(mlp(4, 3).double(), call, [(noise(6, 4), target)]))
+        op @ op.risk.theta
+        ((trace,),) = op.products._choice.traces.values()
+        counts.append(len(trace._tangent.graph.nodes))
+    assert counts[0] <= counts[1]
+
+
+@pytest.mark.parametrize("loss_fn", [CE, BCE])
+def test_hessian_products_whose_squares_underflow_keep_their_digits_in_float32(loss_fn):
+    model, inputs = mlp(4, 3), noise(6, 4).float()
+    with torch.no_grad():
+        model[2].bias += 60 * torch.tensor([1.0, 0, 0] if loss_fn is CE else [1.0, -1, -1])
+    target = torch.zeros(6, dtype=torch.int64)
+    target = target if loss_fn is CE else functional.one_hot(target, 3).float()
+
+    wide, narrow = (
+        Risk(model, loss_fn, (inputs, target), precision=p) for p in ("float64", "float32")
+    )
+    exact = hessian(wide) @ wide.theta
+    product = hessian(narrow) @ narrow.theta
+
+    assert 0 < exact.norm() < 1e-22
+    assert (product - exact).norm() < 1e-5 * exact.norm()
 
 
 def test_a_label_without_other_classes_has_no_derivative():

@@ -14,6 +14,7 @@ from ritz.curvature import Risk, ggn, hessian
 from ritz.operators import DenseOperator
 from ritz.optim import HessianFree, LanczosNewton, SpectralSGD, spectral_rates
 from ritz.optim._hessian_free import MartensStop
+from ritz.optim._newton import ritz_pairs
 from ritz.spectra import NotPositiveDefiniteError, lanczos
 
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -374,6 +375,51 @@ def test_a_first_measurement_below_roundoff_is_one_clear_error(kind, monkeypatch
 
     with pytest.raises(ValueError, match=f"{kind.__name__} cannot measure the curvature, because"):
         optimizer.update_curvature(Risk(model, cross_entropy, [batch]))
+
+
+def certain(dtype):
+    """A model and a batch whose loss is about three units of machine precision."""
+    model, (inputs, _) = network(dtype=dtype), samples(dtype=dtype)
+    with torch.no_grad():
+        model[2].weight.zero_()
+        model[2].bias.copy_(
+            torch.tensor([1.0, 0.0, 0.0]) * (15.0 if dtype is torch.float32 else 35)
+        )
+    return model, (inputs, torch.zeros(len(inputs), dtype=torch.int64))
+
+
+@both
+def test_the_first_pairs_are_measured_where_gradients_are_roundoff(dtype):
+    model, batch = certain(dtype)
+    optimizer = LanczosNewton(model.parameters(), delta=1e-2, num_steps=4)
+
+    losses = steps(optimizer, model, batch)
+
+    assert 0 < losses[0] < 16 * torch.finfo(dtype).eps
+    assert losses[-1] <= losses[0]
+
+
+def test_a_first_learning_rate_from_roundoff_raises_with_advice_that_can_be_followed():
+    for dtype, advice in ((torch.float32, "a loss near zero: use float64$"),
+                          (torch.float64, "a loss near zero$")):  # fmt: skip
+        model, batch = certain(dtype)
+        with pytest.raises(ValueError, match=advice):
+            steps(SpectralSGD(model.parameters()), model, batch)
+
+
+@pytest.mark.parametrize(("small", "seed"), [(2e-5, 14), (2e-5, 17), (4e-4, 5), (4e-4, 35)])
+def test_ritz_vectors_of_several_lanczos_runs_are_orthonormal(small, seed):
+    # Each run finds one of three equal eigenvalues. The last runs have vectors near roundoff.
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(40, 40, generator=generator, dtype=torch.float64))[0]
+    values = torch.cat([torch.tensor([1.0, 1.0, 1.0, small]), torch.zeros(36)])
+    op = DenseOperator((basis * values @ basis.T).float())
+
+    found, vectors = ritz_pairs(op, 10, None, torch.Generator().manual_seed(seed))
+
+    gram = vectors.T @ vectors
+    torch.testing.assert_close(gram, torch.eye(len(found)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.sort(descending=True)[0][:3], torch.ones(3).double())
 
 
 def test_a_fixed_damping_below_roundoff_is_one_clear_error(monkeypatch):

@@ -118,8 +118,12 @@ def to_device(batch: Batch, device: torch.device, *, non_blocking: bool = False)
 
 
 def as_plain(batch: Batch) -> Batch:
-    """Return a mapping of another type, such as the output of a tokenizer, as a dictionary."""
-    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
+    """Return a mapping of another type, such as the output of a tokenizer, as a dictionary.
+
+    If the batch has arrays alone, they become tensors. Arrays beside tensors are other values.
+    """
+    batch = dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
+    return batch if tensors(batch) else from_arrays(batch)
 
 
 def from_arrays(data: Any) -> Any:

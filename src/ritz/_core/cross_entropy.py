@@ -73,6 +73,11 @@ def places_of(target: Tensor, part: Part) -> Tensor:
     return target[part[0]] if len(part) == 1 else target[part[0], part[2]]
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 at least, in which torch computes losses under autocast."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def _weights(target: Tensor, scale: Tensor, ignored: int) -> Tensor:
     """Return the weight of each label in the mean, with an axis for the classes."""
     kept = (target != ignored).to(scale.dtype)
@@ -81,11 +86,74 @@ def _weights(target: Tensor, scale: Tensor, ignored: int) -> Tensor:
 
 def _classes(target: Tensor, ignored: int) -> Tensor:
     # An ignored label has weight zero, so it can be replaced by any class.
-    return torch.where(target == ignored, 0, target).unsqueeze(1)
+    # torch takes labels in uint8, but not as indices.
+    return torch.where(target == ignored, 0, target).long().unsqueeze(1)
 
 
 # ------------------------------------------------------------------------------------------
-# Cross-entropy that keeps its digits near a minimum.
+# Cross-entropy that keeps its digits, near a minimum and for large outputs.
+
+
+def softmax_product(p: Tensor, tangent: Tensor) -> Tensor:
+    r"""Return :math:`(\operatorname{diag}(p) - p p^\top) t` for probabilities along axis 1."""
+    # Adding a constant to t changes nothing. If t is 0 at the likeliest class, nothing cancels even
+    # if the probability of this class is nearly 1.
+    mixed = p * (tangent - tangent.gather(1, p.argmax(1, keepdim=True)))
+    return mixed - p * mixed.sum(1, keepdim=True)
+
+
+class _TermGradients(torch.autograd.Function):
+    """The gradient of each term, ``p - e_y``. A product with its Jacobian takes six operations."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(outputs: Tensor, label: Tensor) -> Tensor:
+        others = outputs.softmax(1).scatter(1, label, 0.0)
+        # p_y - 1 = -sum_{k != y} p_k, which does not cancel
+        return others.scatter_(1, label, -others.sum(1, keepdim=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return softmax_product(ctx.saved_tensors[0].softmax(1), cotangent), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: Any) -> Any:
+        return softmax_product(ctx.saved_tensors[0].softmax(1), tangent)
+
+
+class _Terms(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(outputs: Tensor, label: Tensor) -> Tensor:
+        # Not minus infinity, since all other classes may be excluded by minus infinity as well.
+        others = outputs.scatter(1, label, torch.finfo(outputs.dtype).min)
+        top = others.amax(1, keepdim=True)
+        # log sum_{k != y} e^{f_k - top} - (f_y - top)
+        log_sum = others.sub_(top).exp_().sum(1, keepdim=True).log()
+        log_odds = log_sum - (outputs.gather(1, label) - top)
+        return functional.softplus(log_odds, threshold=TUNING.threshold).squeeze(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        call: Any = _TermGradients.apply
+        return call(*ctx.saved_tensors) * cotangent.unsqueeze(1), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: Any) -> Any:
+        call: Any = _TermGradients.apply
+        return (call(*ctx.saved_tensors) * tangent).sum(1)
 
 
 def entropy_terms(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
@@ -96,14 +164,8 @@ def entropy_terms(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
     In the derivatives of torch, :math:`p_y - 1` cancels: at a loss of 1e-4 a float32 gradient has
     four digits. Here all terms have one sign.
     """
-    # In float32 at least, as under autocast.
-    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    label = _classes(target, ignored)
-    odds = outputs - outputs.gather(1, label)
-    # Not minus infinity, whose derivative is NaN if all other classes are excluded as well.
-    odds = odds.scatter(1, label, torch.finfo(odds.dtype).min)
-    terms = functional.softplus(odds.logsumexp(1), threshold=TUNING.threshold)
-    return torch.where(target == ignored, 0.0, terms)
+    call: Any = _Terms.apply
+    return torch.where(target == ignored, 0.0, call(_wide(outputs), _classes(target, ignored)))
 
 
 def accurate_entropy(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
@@ -120,8 +182,12 @@ def _value(outputs: Tensor, target: Tensor, ignored: int, smoothing: float) -> T
     total = torch.zeros((), dtype=torch.float64, device=outputs.device)
     options: Any = {"ignore_index": ignored, "label_smoothing": smoothing, "reduction": "sum"}
     for part in output_parts(outputs):
-        total += functional.cross_entropy(outputs[part], places_of(target, part), **options)
-    return (total / (target != ignored).sum()).to(outputs.dtype)
+        row, labels = outputs[part], places_of(target, part)
+        if smoothing:
+            total += functional.cross_entropy(_wide(row), labels, **options)
+        else:
+            total += entropy_terms(row, labels, ignored).sum(dtype=torch.float64)
+    return (total / (target != ignored).sum()).to(_wide(outputs[:0]))
 
 
 @torch.library.custom_op("ritz::entropy_gradient", mutates_args=())
@@ -132,7 +198,7 @@ def _gradient(
     result = torch.empty_like(outputs)
     weights = _weights(target, scale, ignored)
     for part in output_parts(outputs):
-        row, label = outputs[part].softmax(1), _classes(places_of(target, part), ignored)
+        row, label = _wide(outputs[part]).softmax(1), _classes(places_of(target, part), ignored)
         # p_y - 1 = -sum_{k != y} p_k, which does not cancel
         others = row.scatter_(1, label, 0.0).sum(1, keepdim=True)
         row.scatter_(1, label, smoothing - others)
@@ -148,7 +214,7 @@ def _curvature(
     result = torch.empty_like(gradient)
     weights = _weights(target, scale, ignored)
     for part in output_parts(gradient):
-        g, t, w = gradient[part], tangent[part], weights[part]
+        g, t, w = _wide(gradient[part]), _wide(tangent[part]), weights[part]
         label = _classes(places_of(target, part), ignored)
         # H 1 = 0, so t may be shifted. If t is 0 at the label, nothing cancels even if the
         # probability of the label is nearly 1.
@@ -173,16 +239,16 @@ def _slope(
 ) -> Tensor:
     # The directional derivative g't, without storing g.
     total = torch.zeros((), dtype=torch.float64, device=outputs.device)
-    one = outputs.new_ones(())
+    one = _wide(outputs[:0]).new_ones(())
     weights = _weights(target, one, ignored)
     for part in output_parts(outputs):
-        label, t = _classes(places_of(target, part), ignored), tangent[part]
+        label, t = _classes(places_of(target, part), ignored), _wide(tangent[part])
         # g't = w (p't - q't), and t may be shifted to 0 at the label
         t = t - t.gather(1, label)
-        along = (outputs[part].softmax(1) * t).sum(1, keepdim=True)
+        along = (_wide(outputs[part]).softmax(1) * t).sum(1, keepdim=True)
         along -= smoothing * t.mean(1, keepdim=True)
         total += (along * weights[part]).sum()
-    return total.to(outputs.dtype)
+    return total.to(one)
 
 
 def _over_columns(op: Any) -> Any:
@@ -202,7 +268,7 @@ def _over_columns(op: Any) -> Any:
 for _op in (_value, _gradient, _curvature, _slope):
     _op.register_vmap(_over_columns(_op))
 for _op in (_value, _slope):
-    _op.register_fake(lambda outputs, *others: outputs.new_empty(()))
+    _op.register_fake(lambda outputs, *others: _wide(outputs[:0]).new_empty(()))
 for _op in (_gradient, _curvature):
     _op.register_fake(lambda outputs, *others: torch.empty_like(outputs))
 
@@ -286,7 +352,7 @@ def chunked_hessian(
     outputs: Tensor, target: Tensor, tangent: Tensor, ignored: int, smoothing: float
 ) -> Tensor:
     """Return the Hessian of the mean cross-entropy in the outputs, times a tangent."""
-    one = outputs.new_ones(())
+    one = _wide(outputs[:0]).new_ones(())
     gradient = _gradient(outputs, target, one, ignored, smoothing)
     product: Tensor = _curvature(gradient, target, one, tangent, ignored, smoothing)
     return product

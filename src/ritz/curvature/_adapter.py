@@ -212,7 +212,9 @@ class Adapter(nn.Module):
         loss_fn: Any = self.loss_fn.call
         plain = not (isinstance(outputs, Tensor) and isinstance(target, Tensor))
         # Cross-entropy of a large vocabulary needs less memory in chunks.
-        if not plain and (self.accurate or outputs.numel() > ENTROPY.alone):
+        if not plain and (
+            self.accurate or (outputs.numel() > ENTROPY.alone and not self.elementwise)
+        ):
             loss_fn = accurate_loss(loss_fn)
         return loss_fn(outputs, target)
 

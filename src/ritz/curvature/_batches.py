@@ -2,10 +2,11 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import length_hint
 from typing import Any, final
 
 import torch
@@ -354,7 +355,8 @@ def _join(parts: list[Batch], longest: int) -> list[Batch]:
 def _with_progress(data: Iterable[Any], progress: bool | Progress) -> Iterator[Any]:
     """Yield the batches, with a progress bar if they come from a loader."""
     shown = False if isinstance(data, Sequence) else progress
-    total = len(data) if isinstance(data, Sized) else None
+    # A loader of an iterable dataset has a method for its length, which raises.
+    total = length_hint(data) or None
     with tracking(shown, "batches of data", total) as bar:
         for done, batch in enumerate(data, start=1):
             yield batch

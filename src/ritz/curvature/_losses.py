@@ -21,6 +21,7 @@ from ritz._core.cross_entropy import (
     is_large,
     output_parts,
     places_of,
+    softmax_product,
 )
 
 # ------------------------------------------------------------------------------------------
@@ -81,11 +82,7 @@ class KnownLoss:
             return tangent * self._second_derivative(outputs)
         if is_large(outputs, target):
             return chunked_hessian(outputs, target, tangent, self.ignore_index, self.smoothing)
-        # (diag(p) - p p') t, with p = softmax(f). Adding a constant to t changes nothing. If t is 0
-        # at the likeliest class, nothing cancels even if the probability of this class is nearly 1.
-        p = outputs.softmax(1)
-        mixed = p * (tangent - tangent.gather(1, p.argmax(1, keepdim=True)))
-        product = mixed - p * mixed.sum(1, keepdim=True)
+        product = softmax_product(outputs.softmax(1), tangent)
         return product * self.weights(target, outputs).unsqueeze(1)
 
     def root(self, outputs: Tensor, target: Tensor) -> Tensor:
@@ -356,7 +353,8 @@ def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
     weight: Tensor | None = options.get("weight")
     if weight is None:
         return counted.sum()
-    return (weight.to(target.device)[torch.where(counted, target, 0)] * counted).sum()
+    # Labels in uint8 would be a mask.
+    return (weight.to(target.device)[torch.where(counted, target, 0).long()] * counted).sum()
 
 
 def check_loss(loss: Any, index: int) -> None:
@@ -411,7 +409,7 @@ def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
         return
     check_one_tensor(outputs)
     shape, expected = tuple(outputs.shape), outputs.shape[:1] + outputs.shape[2:]
-    if outputs.ndim < 2 and target.ndim:
+    if outputs.ndim < 2:
         raise ValueError(
             f"outputs of the model must be (samples, classes) for cross-entropy, got {shape}"
         )

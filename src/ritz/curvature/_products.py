@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from ritz._core import cross_entropy
 from ritz._core.attempts import attempt, first_line
 from ritz._core.batches import tensors
+from ritz._core.blocks import euclidean_norm
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, differentiable, searched_convolutions
 from ritz.curvature._modes import without_warnings_of_torch
@@ -537,7 +538,8 @@ def _as_large(theta: Tensor) -> Tensor:
 def _asymmetry(u: Tensor, Au: Tensor, v: Tensor, Av: Tensor) -> str:
     # u'Av = v'Au for a symmetric matrix. Some second derivatives of torch are wrong and violate it.
     gap = abs(float(v @ Au - u @ Av))
-    size = float(v.norm() * Au.norm() + u.norm() * Av.norm())
+    # Norms that do not underflow: the curvature of certain samples may be 1e-30.
+    size = euclidean_norm(v) * euclidean_norm(Au) + euclidean_norm(u) * euclidean_norm(Av)
     # Products with NaN are reported elsewhere, together with the batch that causes it.
     alike = is_below(gap, _rtol(u) * size) or not math.isfinite(size)
     return "" if alike else f"the product is not symmetric, by {gap / size:.1g}"

@@ -75,10 +75,10 @@ class Risk:
             ``labels`` on the first batch, with or without a shift by one token, the Gauss-Newton
             and Fisher matrices are available too.
         data: A ``DataLoader`` or list of batches, each ``(*inputs, target)`` or a dictionary of
-            keyword arguments with ``labels`` as target; or all samples as a tuple or dictionary of
-            tensors or arrays, or as a dataset of torch. The order must be the same in every pass:
-            pass ``freeze=True`` with a loader that shuffles, or that augments and does not fit into
-            memory.
+            keyword arguments with ``labels`` as target; or all samples as a tuple or dictionary, or
+            as a dataset of torch. NumPy arrays become tensors if a batch has arrays alone. The
+            order must be the same in every pass: pass ``freeze=True`` with a loader that shuffles,
+            or that augments and does not fit into memory.
         batch_norm: ``eval`` (running statistics), ``train`` (statistics of each batch) or
             ``recomputed`` (running statistics recomputed over these data at this point).
         params: Parameters with respect to which derivatives are taken: a regular expression that

@@ -21,7 +21,6 @@ from ritz.curvature._kfac_factors import (
 )
 from ritz.curvature._losses import (
     KnownLoss,
-    accurate_loss,
     as_likelihood,
     check_labels,
     check_reduction,

@@ -17,10 +17,10 @@ from ritz._core.sampling import check_samples
 from ritz.curvature import Risk
 from ritz.curvature._shared import (
     CurvatureMatrix,
-    accurate_loss,
     batch_products,
     check_risk,
     gradient_roundoff,
+    known_loss,
 )
 
 
@@ -180,12 +180,12 @@ def contrasts(
             means.append(column_dots(mean, mean).cpu())
             check_samples(parts[-1].T, sum(part.shape[1] for part in parts[:-1]))
     gaps = torch.cat(parts, 1)
-    # The second derivatives of losses in closed form do not cancel. For others, those of the
+    # The second derivatives of squared errors do not cancel. For other losses, the errors of the
     # gradients stand for those of the products.
-    loss_fn = groups.risk.loss_fn
-    known = accurate_loss(loss_fn) is not loss_fn
+    known = known_loss(groups.risk.loss_fn)
+    square = known is not None and known.kind == "squared_error"
     unit = TUNING.roundoff * torch.finfo(vectors.dtype).eps
-    unit = unit if known else group_roundoff(groups.risk)
+    unit = unit if square else group_roundoff(groups.risk)
     return gaps, contrast_roundoff(gaps, torch.cat(means), unit)
 
 
@@ -198,8 +198,14 @@ def group_roundoff(risk: Risk, size: float | None = None) -> float:
             stand for all of them.
     """
     gap, norm = gradient_roundoff(risk)
-    norm = norm if size is None else size
-    measured = TUNING.margin * gap / norm if norm > 0 else 0.0
+    known = known_loss(risk.loss_fn)
+    if size is None:
+        size = norm
+    elif known is not None and known.kind != "squared_error":
+        # Each gradient of an entropy has a relative error, that of its odds, which grows with the
+        # outputs. A gradient that is larger than those compared has a larger error.
+        size = min(size, norm)
+    measured = TUNING.margin * gap / size if size > 0 else 0.0
     return max(TUNING.roundoff * torch.finfo(risk.theta.dtype).eps, measured)
 
 

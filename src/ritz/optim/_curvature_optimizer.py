@@ -234,9 +234,10 @@ def require_curvature(optimizer: Optimizer, known: bool) -> None:
 def require_measurement(optimizer: Optimizer, known: bool, error: Exception) -> None:
     """Raise if a measurement failed because of roundoff and there is no earlier one to keep."""
     if not known:
+        wide = all(p.dtype == torch.float64 for p in parameters(optimizer))
         raise ValueError(
             f"{type(optimizer).__name__} cannot measure the curvature, because it is smaller than "
-            "its roundoff, as at a loss near zero: use float64"
+            "its roundoff, as at a loss near zero" + ("" if wide else ": use float64")
         ) from error
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ritz._core.blocks import orthonormalize
 from ritz._core.checks import check_choice, check_count
 from ritz._core.params import check_setting, parameters
 from ritz._core.results import AsymmetryError
@@ -136,11 +137,14 @@ class LanczosNewton(MatrixOptimizer):
         """
         op, params, generator = self._traced.refresh(self, risk)
         count = min(self.param_groups[0]["num_steps"], op.shape[0])
+        known = all("basis" in self.state[p] for p in params.values())
         try:
-            check_gradient_digits(op.risk)
+            # The first pairs are measured in any case. No step is longer than g / delta.
+            if known:
+                check_gradient_digits(op.risk)
             values, vectors = ritz_pairs(op, count, self._start(op, params), generator)
         except (AsymmetryError, LostGradientError) as error:
-            require_measurement(self, all("basis" in self.state[p] for p in params.values()), error)
+            require_measurement(self, known, error)
             return
         place = 0
         # Stored by parameter, so that state_dict() and load_state_dict() treat the basis like
@@ -226,8 +230,12 @@ def ritz_pairs(
     while True:
         left = count - len(values)
         run = lanczos(inner, num_steps=left, start=start, vectors=True, generator=generator)
+        further = vectors.shape[1] > 0
         values = torch.cat([values, run.values])
         vectors = torch.cat([vectors, run.vectors], 1)  # type: ignore[list-item]
+        if further:
+            # Roundoff of the whole matrix turns vectors of tiny eigenvalues towards earlier ones.
+            vectors = orthonormalize(vectors)[0]
         if run.status.outcome != "breakdown" or len(values) == count:
             return values, vectors
         # The span is invariant. Other vectors of repeated eigenvalues are orthogonal to it.
