@@ -281,6 +281,13 @@ def test_a_batch_size_beside_a_loader_is_refused_because_it_would_have_no_effect
     loader = DataLoader(TensorDataset(*samples()), batch_size=8)
     with pytest.raises(ValueError, match="batch_size must not be passed for data in batches"):
         fit(network(), loader, num_epochs=1, batch_size=16)
+    with pytest.raises(ValueError, match="such as a DataLoader, got 16"):
+        fit(network(), loader, TrainingConfig(num_epochs=1, batch_size=16))
+    with pytest.raises(ValueError, match="such as a DataLoader, got 16"):
+        fit(network(), list(loader), num_epochs=1, batch_size=16)
+    with pytest.raises(ValueError, match="such as a DataLoader, got 16"):
+        sweep(network, loader, {"optimizer.lr": [0.1]}, seeds=1, num_epochs=1, batch_size=16)
+    assert fit(network(), loader, num_epochs=1, batch_size=8).status.ok
     with pytest.raises(ValueError, match=r"data in batches, such as a DataLoader, got \[4, 8\]"):
         sweep(network, loader, {"batch_size": [4, 8]}, seeds=1, num_epochs=1)
     assert sweep(network, samples(), {"batch_size": [4, 8]}, seeds=1, num_epochs=1).status.ok

@@ -66,9 +66,8 @@ class TrainingConfig:
     max_steps: int | None = _option(None, "Stop after this many steps, even within an epoch "
                                     "(default: no limit).", LENGTH, low=1)
     # 128, and an average once per epoch: Granziol et al., Iterate averaging, appendix B.2.
-    batch_size: int | None = _option(128, "Batch size, summed over all processes. Ignored if the "
-                                     "data are a DataLoader, which has a batch size.", LENGTH,
-                                     low=1)
+    batch_size: int | None = _option(128, "Batch size, summed over all processes. Data in batches, "
+                                     "such as a DataLoader, have their own.", LENGTH, low=1)
     drop_last: bool = _option(False, "Leave out the last batch of an epoch if it is smaller.",
                               LENGTH)
     augment: Any = _option(True, "Augment training images in the usual way of the data set. CIFAR "

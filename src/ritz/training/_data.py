@@ -29,6 +29,7 @@ from ritz._core.batches import (
 from ritz._core.checks import check_count
 from ritz._core.distributed import shard, world_size
 from ritz._core.random import epoch_generator
+from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import draw_samples
 from ritz.data import Split, TextSplit
 
@@ -175,8 +176,7 @@ class Feed:
         """Return the batch size of an epoch, counted from one, or ``None`` if it is not known."""
         if self.cuts:
             return self._size_in(number)
-        size = getattr(getattr(self.source, "batch_sampler", None), "batch_size", None)
-        return size if isinstance(size, int) else None
+        return size_of_batches(self.source)
 
     def _num_whole_batches(self, size: int) -> int:
         count = _length(self.source) if self.cuts else None
@@ -379,6 +379,44 @@ def as_parts(data: Any) -> DataParts:
         for name, part in parts.items()
     }
     return DataParts(**plain, **(known or _guess_shape(plain["train"])))
+
+
+def takes_batch_size(source: Any) -> bool:
+    """Return whether ``batch_size`` applies to data: loaders and lists yield finished batches."""
+    return is_tensors(source) or hasattr(source, "batches")
+
+
+def size_of_batches(source: Any) -> int | None:
+    """Return the batch size of data that come in batches, or ``None`` if it is not known."""
+    if isinstance(source, list):
+        return num_rows(source[0]) if source else None
+    size = getattr(getattr(source, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def with_own_batch_size(
+    config: TrainingConfig, source: Any, *, chosen: bool = False
+) -> TrainingConfig:
+    """Return the options with the batch size of data that come in batches, ``None`` if not known.
+
+    Args:
+        config: Options of training.
+        source: Training data.
+        chosen: Whether the user passed ``batch_size``. So did they if it is not the default.
+    """
+    if takes_batch_size(source):
+        return config
+    size, wanted = size_of_batches(source), config.batch_size
+    if chosen or wanted != TrainingConfig().batch_size:
+        check_batch_size(wanted, source)
+    return replace(config, batch_size=size)
+
+
+def check_batch_size(wanted: Any, source: Any) -> None:
+    """Raise if data come in batches of another size than the one that the user passed."""
+    size = wanted if takes_batch_size(source) else size_of_batches(source)
+    if wanted is not None and size not in (wanted, None):
+        refuse_batch_size(wanted)
 
 
 def refuse_batch_size(value: Any) -> NoReturn:
