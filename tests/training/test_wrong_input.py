@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from training.examples import network, samples
 
@@ -55,6 +55,10 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
         (
             {"schedule": ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.ones(2))]))},
             "schedule must not be ReduceLROnPlateau",
+        ),
+        (
+            {"schedule": StepLR(torch.optim.SGD([nn.Parameter(torch.ones(2))]), 1)},
+            "schedule must be created for the optimizer that you pass, got a StepLR of another SGD",
         ),
         (
             {"average": IterateAverage(torch.optim.SGD([nn.Parameter(torch.ones(2))]))},
