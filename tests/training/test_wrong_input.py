@@ -83,6 +83,9 @@ def test_wrong_values_are_named(change, message):
             {"schedule": 3},
             "schedule must be one of constant, linear, linear_held, step, a function",
         ),
+        ({"schedule": StepLR}, "schedule must be a scheduler, got the class StepLR"),
+        ({"config": {"num_epochs": 2}}, "config must be a ritz.training.TrainingConfig, got dict"),
+        ({"monitors": CurvatureMonitor(samples())}, "monitors must be a list of monitors, got Cur"),
         ({"optimizer": 3}, "optimizer must be a name, a torch optimiser or a function"),
         ({"optimizer": lambda params: list(params)}, "optimizer must be a name"),
     ],
@@ -90,6 +93,13 @@ def test_wrong_values_are_named(change, message):
 def test_wrong_kinds_are_named(change, message):
     with pytest.raises(TypeError, match=message):
         fit(network(), samples(), **(GOOD | change))
+
+
+def test_fit_takes_a_model_and_sweep_a_function_that_makes_models():
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got type"):
+        fit(nn.Linear, samples(), **GOOD)
+    with pytest.raises(TypeError, match="a function that returns a new model, got Sequential"):
+        sweep(network(), samples(), {"optimizer.lr": [0.1]}, **GOOD)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -172,6 +182,7 @@ def test_a_run_is_resumed_with_the_same_settings(tmp_path):
         ({"quantities": "trace"}, "quantities must be a list of alpha, .*; got .trace."),
         ({"quantities": []}, "quantities must be a list of"),
         ({"quantities": ["norm"]}, "no quantity is named 'norm'; did you mean norm_test"),
+        ({"quantities": [3]}, "no quantity is named 3; see ritz list quantities"),
         ({"every": 0}, "every must be at least 1"),
         ({"unit": "hour"}, "unit must be one of step, epoch"),
         ({"matrix": "fisher"}, "matrix must be one of"),

@@ -13,6 +13,7 @@ from ritz._core.checks import (
     check_count,
     check_positive,
     check_range,
+    check_type,
     plain_fields,
 )
 from ritz._core.registry import suggest
@@ -427,7 +428,10 @@ def combine(config: TrainingConfig | None, options: Mapping[str, Any]) -> Traini
             hint = "pass optimizer_settings={" + f"{name!r}: ...}}" if settings else ""
             near = suggest(name, known, listing="help(ritz.training.TrainingConfig)")
             raise TypeError(f"fit has no option {name!r}; {hint or near}")
-    return replace(config or TrainingConfig(), **options)
+    if config is None:
+        config = TrainingConfig()
+    check_type("config", config, TrainingConfig, "a ritz.training.TrainingConfig")
+    return replace(config, **options)
 
 
 def check_same(

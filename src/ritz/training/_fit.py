@@ -4,7 +4,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Unpack
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ritz import optim
-from ritz._core.checks import check_device
+from ritz._core.checks import check_device, check_type
 from ritz._core.distributed import rank
 from ritz._core.modes import arithmetic, searched_convolutions
 from ritz._core.progress import Progress
@@ -132,6 +132,8 @@ def fit(
         (True, 'completed')
     """
     started = time.perf_counter()
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    check_type("monitors", monitors, Iterable, "a list of monitors")
     named = {"optimizer": optimizer, "schedule": schedule}
     texts = {name: choice for name, choice in named.items() if isinstance(choice, str)}
     config = _with_preset(combine(config, options | texts))

@@ -452,6 +452,10 @@ def sweep(
         >>> result.best, result.metrics["train_loss"].shape
         ({'lr': 1.0}, torch.Size([2, 2]))
     """
+    if isinstance(model, nn.Module) or not callable(model):
+        raise TypeError(
+            f"model must be a function that returns a new model, got {type(model).__name__}"
+        )
     for name in ("checkpoint", "log", "average", "writer"):
         if name in options:
             raise TypeError(f"sweep has no option {name!r}, which its runs would share")
