@@ -114,8 +114,9 @@ class TrainingConfig:
     curvature_batch_size: int | None = _option(None, "Number of samples from which the curvature "
                                                "is measured, for optimisers that need it (default: "
                                                "the batch of the step).", RATE, low=1)
-    average_from: int | None = _option(None, "First epoch whose weights enter the average, "
-                                       "counted from 1 (default: no average).", AVERAGE, low=1)
+    average_from: int | None = _option(None, "First epoch of the average, counted from 1. The "
+                                       "first weights in it are those before this epoch (default: "
+                                       "no average).", AVERAGE, low=1)
     average_interval: int = _option(1, "Number of epochs, or of steps if average_every is step, "
                                     "between weights that enter the average.", AVERAGE, low=1)
     average_every: Unit = _option("epoch", "When weights enter the average: after epochs or after "
