@@ -6,7 +6,14 @@ import pytest
 import torch
 from curvature.networks import labels, mlp, noise, seeded, vectors
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+)
 
 from ritz.curvature import Risk, hessian
 from ritz.curvature import _batches as batches
@@ -268,6 +275,18 @@ def test_a_bar_is_shown_while_a_loader_is_read(model):
     shown = Noting()
     Risk(model, CE, DataLoader(PAIRS, batch_size=4), progress=shown)
     assert shown.calls == (("batches of data", 3), 1, 2, 3, "finish")
+
+
+def test_a_loader_of_an_iterable_dataset_needs_no_length(model):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(PAIRS)
+
+    stream = DataLoader(Stream(), batch_size=4)
+
+    risks = [Risk(model, CE, data) for data in (stream, DataLoader(PAIRS, batch_size=4))]
+
+    assert risks[0].loss() == risks[1].loss()
 
 
 @pytest.mark.parametrize("freeze", [False, True])

@@ -21,6 +21,7 @@ from ritz._core.batches import (
     common_rows,
     from_arrays,
     is_tensors,
+    known_length,
     num_rows,
     take_rows,
     tensors,
@@ -179,9 +180,9 @@ class Feed:
         return size_of_batches(self.source)
 
     def _num_whole_batches(self, size: int) -> int:
-        count = _length(self.source) if self.cuts else None
+        count = known_length(self.source) if self.cuts else None
         # Texts are refused: their length is a number of tokens, not of samples.
-        if not count or _length(self.source.batches(size)) != ceil(count / size):
+        if not count or known_length(self.source.batches(size)) != ceil(count / size):
             raise ValueError(
                 "drop_last needs tensors or a dataset: for other data set it in the DataLoader"
             )
@@ -197,7 +198,7 @@ class Feed:
     def num_batches_in(self, number: int) -> int | None:
         """Return the number of batches of an epoch, counted from one, if it is known."""
         if not self.cuts:
-            return _length(self.source)
+            return known_length(self.source)
         size = self._size_in(number)
         seed = self.lengths_seed
         # Only random lengths make the number differ between epochs of one batch size.
@@ -208,7 +209,7 @@ class Feed:
                 if seed is None
                 else self._batches(number, epoch_generator(seed, number))
             )
-            self._counts[key] = self._full_batches.get(size) or _length(batches)
+            self._counts[key] = self._full_batches.get(size) or known_length(batches)
         return self._counts[key]
 
     @property
@@ -305,14 +306,6 @@ def _in_memory(source: Any) -> Sequence[Batch] | None:
     if is_tensors(source):
         return [source]
     return source if isinstance(source, list | tuple) else None
-
-
-def _length(source: Any) -> int | None:
-    """Return the length, or ``None`` if there is none."""
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 # ------------------------------------------------------------------------------------------
@@ -440,7 +433,7 @@ def as_part(part: Any, name: str) -> Any:
         return part
     if isinstance(part, Dataset) and not isinstance(part, IterableDataset):
         part = IndexedData(part)
-    if isinstance(part, IndexedData | list | DataLoader) and _length(part) == 0:
+    if isinstance(part, IndexedData | list | DataLoader) and known_length(part) == 0:
         raise ValueError(f"{name} data must not be empty")
     if isinstance(part, Iterator):
         raise TypeError(
@@ -487,10 +480,10 @@ def _guess_shape(train: Any) -> dict[str, Any]:
 def num_samples(source: Any) -> int | None:
     """Return the number of samples of data, or ``None`` if it is not known."""
     if isinstance(source, DataLoader):  # without a sampler the dataset yields batches
-        return None if source.batch_sampler is None else _length(source.dataset)
+        return None if source.batch_sampler is None else known_length(source.dataset)
     if isinstance(source, list):
         return sum(num_rows(batch) for batch in source)
-    return _length(source[0] if is_tensors(source) else source)
+    return known_length(source[0] if is_tensors(source) else source)
 
 
 def limited(source: Any, count: int, *, seed: int) -> Any:
