@@ -3,13 +3,14 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib import import_module
 
 import pytest
 import torch
 from cli.own import SMALL, ritz
 
 from ritz.cli._factories import parse_settings
-from ritz.training import read_log, read_weights
+from ritz.training import CurvatureMonitor, load_weights, read_log, read_weights
 from ritz.training._run_folder import read_run
 
 OWN = ["--model", "own_model:net", "--data", "own_data:load"]
@@ -85,6 +86,38 @@ def test_torch_loaders_are_accepted_as_data(here, tmp_path, capsys):
     arguments = ["--model", "own_model:smooth", "--data", "own_data:loaders", "--epochs", "1"]
     assert ritz("train", *arguments, "--out", tmp_path / "run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["result"]["num_steps"] == 3
+
+
+@pytest.mark.parametrize(("data", "size"), [("loaders", 16), ("named", 24)])
+def test_data_in_batches_have_the_batch_size_of_the_run(here, tmp_path, refused, data, size):
+    names = ["--model", "own_model:smooth", "--data", f"own_data:{data}"]
+    if data == "named":
+        names = ["--model", "own_model:WithLoss", "--data", "own_data:named", "--loss", "model"]
+    command = ["train", *names, "--epochs", "1"]
+
+    assert ritz(*command, "--batch-size", str(size), "--out", tmp_path / "equal") == 0
+    assert ritz(*command, "--out", tmp_path / "run") == 0
+    other = refused(*command, "--batch-size", "8", "--out", tmp_path / "other")
+    measured = refused("spectrum", tmp_path / "run", *names, "--batch-size", "8")
+
+    assert read_run(tmp_path / "run").training.batch_size == size
+    assert "--batch-size must not be passed for data in batches" in other
+    assert "--batch-size must not be passed for data in batches" in measured
+    assert not (tmp_path / "other").exists()
+
+
+def test_quantities_of_a_loader_are_for_its_batch_size(here, tmp_path):
+    names = ["--model", "own_model:smooth", "--data", "own_data:loaders", "--epochs", "1"]
+    watch = ["--watch", "1", "--quantity", "norm_test", "--watch-samples", "48"]
+
+    assert ritz("train", *names, *watch, "--out", tmp_path / "run") == 0
+
+    model = import_module("own_model").smooth()
+    load_weights(model, tmp_path / "run/weights.safetensors")
+    data = import_module("own_data").load()[0]
+    monitor = CurvatureMonitor(data, quantities=["norm_test"], train_batch_size=16)
+    logged = read_log(tmp_path / "run/log.jsonl")[-1]["norm_test"]
+    assert logged == pytest.approx(monitor.measure(model)["norm_test"], rel=1e-4)
 
 
 def test_a_run_that_diverges_exits_with_code_one(here, tmp_path, capsys):

@@ -286,6 +286,18 @@ def test_a_bar_is_shown_while_a_loader_is_read(model):
     assert shown.calls == (("batches of data", 3), 1, 2, 3, "finish")
 
 
+def test_a_loader_of_an_iterable_dataset_needs_no_length(model):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(PAIRS)
+
+    stream = DataLoader(Stream(), batch_size=4)
+
+    risks = [Risk(model, CE, data) for data in (stream, DataLoader(PAIRS, batch_size=4))]
+
+    assert risks[0].loss() == risks[1].loss()
+
+
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize("memory", [2**30, 0])
 def test_a_pass_over_a_loader_leaves_every_generator_as_it_was(model, freeze, memory, monkeypatch):

@@ -222,6 +222,8 @@ def test_a_missing_file_is_named(tmp_path):
         read(tmp_path / "none.txt")
     with pytest.raises(GraphError, match="is not a file"):
         read(tmp_path)
+    with pytest.raises(GraphError, match=r"^\. is not a file"):
+        read(".")
     with pytest.raises(FileNotFoundError, match="no graph file"):
         as_graph("nothing.txt")
 

@@ -145,7 +145,7 @@ def test_a_batch_with_nan_is_one_clear_error(name):
     inputs, labels = samples(32)
     inputs[3] = float("nan")
     with pytest.raises(ValueError, match="batch 0 must be finite"):
-        fit(network(), [(inputs, labels)], **settings(name, num_epochs=1))
+        fit(network(), [(inputs, labels)], **settings(name, num_epochs=1, batch_size=32))
 
 
 def test_batch_norm_with_a_batch_of_one_says_what_to_do():

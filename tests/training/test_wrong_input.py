@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from training.examples import network, samples
 
@@ -57,6 +57,10 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
             "schedule must not be ReduceLROnPlateau",
         ),
         (
+            {"schedule": StepLR(torch.optim.SGD([nn.Parameter(torch.ones(2))]), 1)},
+            "schedule must be created for the optimizer that you pass, got a StepLR of another SGD",
+        ),
+        (
             {"average": IterateAverage(torch.optim.SGD([nn.Parameter(torch.ones(2))]))},
             "average must be created for the optimizer",
         ),
@@ -79,9 +83,11 @@ def test_wrong_values_are_named(change, message):
             {"schedule": 3},
             "schedule must be one of constant, linear, linear_held, step, a function",
         ),
+        ({"schedule": StepLR}, "schedule must be a scheduler, got the class StepLR"),
+        ({"config": {"num_epochs": 2}}, "config must be a ritz.training.TrainingConfig, got dict"),
+        ({"monitors": CurvatureMonitor(samples())}, "monitors must be a list of monitors, got Cur"),
         ({"optimizer": 3}, "optimizer must be a name, a torch optimiser or a function"),
         ({"optimizer": lambda params: list(params)}, "optimizer must be a name"),
-        ({"config": 10}, "config must be a TrainingConfig or None, got int"),
     ],
 )
 def test_wrong_kinds_are_named(change, message):
@@ -89,9 +95,11 @@ def test_wrong_kinds_are_named(change, message):
         fit(network(), samples(), **(GOOD | change))
 
 
-def test_a_class_of_models_is_refused():
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got type"):
+def test_fit_takes_a_model_and_sweep_a_function_that_makes_models():
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got type"):
         fit(nn.Linear, samples(), **GOOD)
+    with pytest.raises(TypeError, match="a function that returns a new model, got Sequential"):
+        sweep(network(), samples(), {"optimizer.lr": [0.1]}, **GOOD)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -174,6 +182,7 @@ def test_a_run_is_resumed_with_the_same_settings(tmp_path):
         ({"quantities": "trace"}, "quantities must be a list of alpha, .*; got .trace."),
         ({"quantities": []}, "quantities must be a list of"),
         ({"quantities": ["norm"]}, "no quantity is named 'norm'; did you mean norm_test"),
+        ({"quantities": [3]}, "no quantity is named 3; see ritz list quantities"),
         ({"every": 0}, "every must be at least 1"),
         ({"unit": "hour"}, "unit must be one of step, epoch"),
         ({"matrix": "fisher"}, "matrix must be one of"),
@@ -287,6 +296,13 @@ def test_a_batch_size_beside_a_loader_is_refused_because_it_would_have_no_effect
     loader = DataLoader(TensorDataset(*samples()), batch_size=8)
     with pytest.raises(ValueError, match="batch_size must not be passed for data in batches"):
         fit(network(), loader, num_epochs=1, batch_size=16)
+    with pytest.raises(ValueError, match="such as a DataLoader, got 16"):
+        fit(network(), loader, TrainingConfig(num_epochs=1, batch_size=16))
+    with pytest.raises(ValueError, match="such as a DataLoader, got 16"):
+        fit(network(), list(loader), num_epochs=1, batch_size=16)
+    with pytest.raises(ValueError, match="such as a DataLoader, got 16"):
+        sweep(network, loader, {"optimizer.lr": [0.1]}, seeds=1, num_epochs=1, batch_size=16)
+    assert fit(network(), loader, num_epochs=1, batch_size=8).status.ok
     with pytest.raises(ValueError, match=r"data in batches, such as a DataLoader, got \[4, 8\]"):
         sweep(network, loader, {"batch_size": [4, 8]}, seeds=1, num_epochs=1)
     assert sweep(network, samples(), {"batch_size": [4, 8]}, seeds=1, num_epochs=1).status.ok

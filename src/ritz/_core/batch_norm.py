@@ -1,6 +1,6 @@
 """Batch-norm layers of a model, their modes, and recomputed running statistics."""
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
 from math import ceil
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ritz._core.batches import num_rows, split_labels, to_device
+from ritz._core.batches import known_length, num_rows, split_labels, to_device
 from ritz._core.checks import check_choice, check_range
 from ritz._core.distributed import Group, all_max, all_sum, is_sharded, unwrapped, world_size
 from ritz._core.modes import attributes_set, hooked
@@ -181,9 +181,10 @@ def _first_batches(data: Iterable[Any], fraction: float) -> Iterable[Any]:
     check_range("fraction", fraction, low=0.0, high=1.0)
     if fraction == 1.0:
         return data
-    if not isinstance(data, Sized):
+    length = known_length(data)
+    if length is None:
         raise TypeError(f"data must have a length if fraction < 1, got {type(data).__name__}")
-    return islice(data, ceil(fraction * len(data)))
+    return islice(data, ceil(fraction * length))
 
 
 def _weigh_batches(

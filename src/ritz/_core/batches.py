@@ -28,6 +28,17 @@ def tensors(batch: Batch) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
+def known_length(source: Any) -> int | None:
+    """Return the length of data, or ``None`` if there is none.
+
+    A loader of an iterable dataset has the method ``__len__``, which raises.
+    """
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def num_rows(batch: Batch, name: str = "a batch") -> int:
     """Return the number of samples of a batch: the length of its first tensor."""
     for tensor in tensors(batch):

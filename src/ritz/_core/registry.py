@@ -62,9 +62,9 @@ def suggest(name: str, known: Iterable[str], *, listing: str = "") -> str:
     """Return a hint for an unknown name: similar names, else where all are listed, else all."""
     # difflib compares characters, so "ADAM" would be far from "adam".
     lower = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(name.lower(), lower, n=3)
+    close = difflib.get_close_matches(str(name).lower(), lower, n=3)
     # "gadam" is far from "gadam/vgg16/cifar10", which contains it.
-    close = close or [each for each in lower if name and name.lower() in each][:3]
+    close = close or [each for each in lower if name and str(name).lower() in each][:3]
     if close:
         return f"did you mean {' or '.join(lower[each] for each in close)}?"
     return f"see {listing}" if listing else f"known: {', '.join(lower.values())}"

@@ -13,6 +13,7 @@ from ritz._core.checks import (
     check_count,
     check_positive,
     check_range,
+    check_type,
     plain_fields,
 )
 from ritz._core.registry import suggest
@@ -66,9 +67,8 @@ class TrainingConfig:
     max_steps: int | None = _option(None, "Stop after this many steps, even within an epoch "
                                     "(default: no limit).", LENGTH, low=1)
     # 128, and an average once per epoch: Granziol et al., Iterate averaging, appendix B.2.
-    batch_size: int | None = _option(128, "Batch size, summed over all processes. Ignored if the "
-                                     "data are a DataLoader, which has a batch size.", LENGTH,
-                                     low=1)
+    batch_size: int | None = _option(128, "Batch size, summed over all processes. Data in batches, "
+                                     "such as a DataLoader, have their own.", LENGTH, low=1)
     drop_last: bool = _option(False, "Leave out the last batch of an epoch if it is smaller.",
                               LENGTH)
     augment: Any = _option(True, "Augment training images in the usual way of the data set. CIFAR "
@@ -114,8 +114,9 @@ class TrainingConfig:
     curvature_batch_size: int | None = _option(None, "Number of samples from which the curvature "
                                                "is measured, for optimisers that need it (default: "
                                                "the batch of the step).", RATE, low=1)
-    average_from: int | None = _option(None, "First epoch whose weights enter the average, "
-                                       "counted from 1 (default: no average).", AVERAGE, low=1)
+    average_from: int | None = _option(None, "First epoch of the average, counted from 1. The "
+                                       "first weights in it are those before this epoch (default: "
+                                       "no average).", AVERAGE, low=1)
     average_interval: int = _option(1, "Number of epochs, or of steps if average_every is step, "
                                     "between weights that enter the average.", AVERAGE, low=1)
     average_every: Unit = _option("epoch", "When weights enter the average: after epochs or after "
@@ -428,9 +429,10 @@ def combine(config: TrainingConfig | None, options: Mapping[str, Any]) -> Traini
             hint = "pass optimizer_settings={" + f"{name!r}: ...}}" if settings else ""
             near = suggest(name, known, listing="help(ritz.training.TrainingConfig)")
             raise TypeError(f"fit has no option {name!r}; {hint or near}")
-    if not isinstance(config, TrainingConfig | None):
-        raise TypeError(f"config must be a TrainingConfig or None, got {type(config).__name__}")
-    return replace(config or TrainingConfig(), **options)
+    if config is None:
+        config = TrainingConfig()
+    check_type("config", config, TrainingConfig, "a ritz.training.TrainingConfig")
+    return replace(config, **options)
 
 
 def check_same(

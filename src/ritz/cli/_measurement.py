@@ -42,6 +42,7 @@ from ritz.training._shared import (
     WEIGHTS,
     DataParts,
     RunConfig,
+    check_batch_size,
     measured_risk,
     read_run,
     run_weights,
@@ -95,6 +96,8 @@ def open_run(options: MeasureOptions) -> Run:
     # The data come before the model, which may need their shape and number of classes.
     loss_fn = loss_function(config.loss)
     parts = make_data(config.data, data_dir=data_dir, options=config.data_options)
+    # The name of the result would state a batch size that was not used.
+    check_batch_size(options.batch_size, getattr(parts, getattr(options, "split", "train")))
     with _parameters_within(weights, folder / CONFIG):
         model = make_model(config.model, parts, config.model_options)
     load_weights(model, weights)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import length_hint
 from typing import Any, final
 
 import torch
@@ -30,6 +29,7 @@ from ritz._core.batches import (
     as_plain,
     is_rows,
     join_rows,
+    known_length,
     num_rows,
     split_labels,
     split_rows,
@@ -355,9 +355,7 @@ def _join(parts: list[Batch], longest: int) -> list[Batch]:
 def _with_progress(data: Iterable[Any], progress: bool | Progress) -> Iterator[Any]:
     """Yield the batches, with a progress bar if they come from a loader."""
     shown = False if isinstance(data, Sequence) else progress
-    # A loader of an iterable dataset has a method for its length, which raises.
-    total = length_hint(data) or None
-    with tracking(shown, "batches of data", total) as bar:
+    with tracking(shown, "batches of data", known_length(data)) as bar:
         for done, batch in enumerate(data, start=1):
             yield batch
             bar.update(done)

@@ -21,6 +21,7 @@ from ritz._core.batches import (
     common_rows,
     from_arrays,
     is_tensors,
+    known_length,
     num_rows,
     take_rows,
     tensors,
@@ -29,6 +30,7 @@ from ritz._core.batches import (
 from ritz._core.checks import check_count
 from ritz._core.distributed import shard, world_size
 from ritz._core.random import epoch_generator
+from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import draw_samples
 from ritz.data import Split, TextSplit
 
@@ -175,13 +177,12 @@ class Feed:
         """Return the batch size of an epoch, counted from one, or ``None`` if it is not known."""
         if self.cuts:
             return self._size_in(number)
-        size = getattr(getattr(self.source, "batch_sampler", None), "batch_size", None)
-        return size if isinstance(size, int) else None
+        return size_of_batches(self.source)
 
     def _num_whole_batches(self, size: int) -> int:
-        count = _length(self.source) if self.cuts else None
+        count = known_length(self.source) if self.cuts else None
         # Texts are refused: their length is a number of tokens, not of samples.
-        if not count or _length(self.source.batches(size)) != ceil(count / size):
+        if not count or known_length(self.source.batches(size)) != ceil(count / size):
             raise ValueError(
                 "drop_last needs tensors or a dataset: for other data set it in the DataLoader"
             )
@@ -197,7 +198,7 @@ class Feed:
     def num_batches_in(self, number: int) -> int | None:
         """Return the number of batches of an epoch, counted from one, if it is known."""
         if not self.cuts:
-            return _length(self.source)
+            return known_length(self.source)
         size = self._size_in(number)
         seed = self.lengths_seed
         # Only random lengths make the number differ between epochs of one batch size.
@@ -208,7 +209,7 @@ class Feed:
                 if seed is None
                 else self._batches(number, epoch_generator(seed, number))
             )
-            self._counts[key] = self._full_batches.get(size) or _length(batches)
+            self._counts[key] = self._full_batches.get(size) or known_length(batches)
         return self._counts[key]
 
     @property
@@ -307,14 +308,6 @@ def _in_memory(source: Any) -> Sequence[Batch] | None:
     return source if isinstance(source, list | tuple) else None
 
 
-def _length(source: Any) -> int | None:
-    """Return the length, or ``None`` if there is none."""
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 # ------------------------------------------------------------------------------------------
 # Data of any kind, sorted into training, validation and test data.
 
@@ -381,6 +374,44 @@ def as_parts(data: Any) -> DataParts:
     return DataParts(**plain, **(known or _guess_shape(plain["train"])))
 
 
+def takes_batch_size(source: Any) -> bool:
+    """Return whether ``batch_size`` applies to data: loaders and lists yield finished batches."""
+    return is_tensors(source) or hasattr(source, "batches")
+
+
+def size_of_batches(source: Any) -> int | None:
+    """Return the batch size of data that come in batches, or ``None`` if it is not known."""
+    if isinstance(source, list):
+        return num_rows(source[0]) if source else None
+    size = getattr(getattr(source, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def with_own_batch_size(
+    config: TrainingConfig, source: Any, *, chosen: bool = False
+) -> TrainingConfig:
+    """Return the options with the batch size of data that come in batches, ``None`` if not known.
+
+    Args:
+        config: Options of training.
+        source: Training data.
+        chosen: Whether the user passed ``batch_size``. So did they if it is not the default.
+    """
+    if takes_batch_size(source):
+        return config
+    size, wanted = size_of_batches(source), config.batch_size
+    if chosen or wanted != TrainingConfig().batch_size:
+        check_batch_size(wanted, source)
+    return replace(config, batch_size=size)
+
+
+def check_batch_size(wanted: Any, source: Any) -> None:
+    """Raise if data come in batches of another size than the one that the user passed."""
+    size = wanted if takes_batch_size(source) else size_of_batches(source)
+    if wanted is not None and size not in (wanted, None):
+        refuse_batch_size(wanted)
+
+
 def refuse_batch_size(value: Any) -> NoReturn:
     """Raise because data that come in batches have their own batch size."""
     raise ValueError(
@@ -402,7 +433,7 @@ def as_part(part: Any, name: str) -> Any:
         return part
     if isinstance(part, Dataset) and not isinstance(part, IterableDataset):
         part = IndexedData(part)
-    if isinstance(part, IndexedData | list | DataLoader) and _length(part) == 0:
+    if isinstance(part, IndexedData | list | DataLoader) and known_length(part) == 0:
         raise ValueError(f"{name} data must not be empty")
     if isinstance(part, Iterator):
         raise TypeError(
@@ -449,10 +480,10 @@ def _guess_shape(train: Any) -> dict[str, Any]:
 def num_samples(source: Any) -> int | None:
     """Return the number of samples of data, or ``None`` if it is not known."""
     if isinstance(source, DataLoader):  # without a sampler the dataset yields batches
-        return None if source.batch_sampler is None else _length(source.dataset)
+        return None if source.batch_sampler is None else known_length(source.dataset)
     if isinstance(source, list):
         return sum(num_rows(batch) for batch in source)
-    return _length(source[0] if is_tensors(source) else source)
+    return known_length(source[0] if is_tensors(source) else source)
 
 
 def limited(source: Any, count: int, *, seed: int) -> Any:

@@ -4,7 +4,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Unpack
@@ -23,7 +23,7 @@ from ritz._core.signals import noted_signals
 from ritz._core.training_config import TrainingConfig, TrainingOptions, combine
 from ritz.curvature._shared import Forward
 from ritz.training._checkpoint import FilePath, locked_folder
-from ritz.training._data import DataParts, Feed, as_part, as_parts, refuse_batch_size
+from ritz.training._data import DataParts, Feed, as_part, as_parts, with_own_batch_size
 from ritz.training._evaluate import device_of
 from ritz.training._loop import Monitor, Run
 from ritz.training._optimizers import OptimizerChoice, optimizer_names
@@ -133,6 +133,7 @@ def fit(
     """
     started = time.perf_counter()
     check_type("model", model, nn.Module, "a torch.nn.Module")
+    check_type("monitors", monitors, Iterable, "a list of monitors")
     named = {"optimizer": optimizer, "schedule": schedule}
     texts = {name: choice for name, choice in named.items() if isinstance(choice, str)}
     config = _with_preset(combine(config, options | texts))
@@ -150,9 +151,7 @@ def fit(
             if folder is not None and rank() == 0:
                 _warn_of_workers({"data": feed} | evaluation)
             if not feed.cuts:  # the data come in batches, so batch_size has no effect
-                wanted = options.get("batch_size")
-                if wanted is not None and feed.batch_size_in(1) not in (wanted, None):
-                    refuse_batch_size(wanted)
+                with_own_batch_size(config, feed.source, chosen="batch_size" in options)
                 config = replace(config, batch_size=None)
             run = Run(
                 model=model,

@@ -276,7 +276,19 @@ def make_schedule(
     """Return a scheduler with ``step``, ``state_dict`` and ``load_state_dict``."""
     if isinstance(choice, ReduceLROnPlateau):
         raise ValueError("schedule must not be ReduceLROnPlateau, which needs a loss: see patience")
+    if isinstance(choice, type):
+        raise TypeError(
+            f"schedule must be a scheduler, got the class {choice.__name__}: create it for the "
+            "optimizer that you pass"
+        )
     if hasattr(choice, "step") and hasattr(choice, "load_state_dict"):
+        other = getattr(choice, "optimizer", None)
+        # It would change learning rates that no step uses.
+        if isinstance(other, Optimizer) and other not in nested(optimizer):
+            raise ValueError(
+                f"schedule must be created for the optimizer that you pass, got a "
+                f"{type(choice).__name__} of another {type(other).__name__}"
+            )
         return choice
     name = config.schedule if choice is None or isinstance(choice, str) else ""
     # Times are in calls of schedule.step(): one per epoch, or `length` per epoch.

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -17,7 +17,7 @@ from ritz.curvature import Risk
 from ritz.data import TextSplit
 from ritz.optim._shared import update_settings
 from ritz.training._checkpoint import AVERAGE, CHECKPOINT, WEIGHTS, FilePath, Folder
-from ritz.training._data import DataParts, limited, measurable, sample
+from ritz.training._data import DataParts, limited, measurable, sample, with_own_batch_size
 from ritz.training._fit import fit
 from ritz.training._log import LOG, times_path
 from ritz.training._monitor import CurvatureMonitor
@@ -84,8 +84,8 @@ class RunConfig:
 
     @property
     def batch_size(self) -> int:
-        """The batch size; 1 for data that come in batches."""
-        return self.training.batch_size or 1
+        """The batch size; the default if the data come in batches of unknown sizes."""
+        return self.training.batch_size or TrainingConfig().batch_size or 1
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "RunConfig":
@@ -126,6 +126,8 @@ def train_run(
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     target, monitors = Path(folder), list[CurvatureMonitor]()
+    # Monitors, run.json and advice on the run need the batch size of the steps.
+    config = replace(config, training=with_own_batch_size(config.training, parts.train))
     started = any((target / name).exists() for name in (CHECKPOINT, WEIGHTS))
     if config.training.resume and started and (target / CONFIG).is_file():
         # Both as JSON, in which tuples are lists and paths are text.

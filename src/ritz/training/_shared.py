@@ -1,7 +1,7 @@
 """Names that other packages of ritz need and users do not."""
 
 from ritz.training._checkpoint import CHECKPOINT, WEIGHTS
-from ritz.training._data import DataParts, as_parts, first_batch
+from ritz.training._data import DataParts, as_parts, check_batch_size, first_batch
 from ritz.training._jobs import available_cores
 from ritz.training._log import LOG
 from ritz.training._optimizers import create_optimizer

@@ -15,7 +15,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ritz._core.batches import is_tensors
 from ritz._core.checks import (
     MAX_SEED,
     as_plain,
@@ -31,7 +30,13 @@ from ritz._core.results import Estimate, format_uncertain
 from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, combine
 from ritz.training._checkpoint import FilePath
-from ritz.training._data import PARTS, as_parts, loader_generators, refuse_batch_size
+from ritz.training._data import (
+    PARTS,
+    as_parts,
+    loader_generators,
+    refuse_batch_size,
+    takes_batch_size,
+)
 from ritz.training._fit import fit
 from ritz.training._jobs import Compute, run_tasks
 from ritz.training._log import LOG, read_log
@@ -448,6 +453,10 @@ def sweep(
         >>> result.best, result.metrics["train_loss"].shape
         ({'lr': 1.0}, torch.Size([2, 2]))
     """
+    if isinstance(model, nn.Module) or not callable(model):
+        raise TypeError(
+            f"model must be a function that returns a new model, got {type(model).__name__}"
+        )
     for name in ("checkpoint", "log", "average", "writer"):
         if name in options:
             raise TypeError(f"sweep has no option {name!r}, which its runs would share")
@@ -477,7 +486,7 @@ class _Fit:
     def __init__(self, model: Callable[..., nn.Module], data: Any, objects: Any) -> None:
         self._model, self._data, self._objects = model, as_parts(data), objects
         # Whether the batch size of training is an option, and not that of a loader.
-        self.cuts = is_tensors(self._data.train) or hasattr(self._data.train, "batches")
+        self.cuts = takes_batch_size(self._data.train)
         held = (getattr(self._data, part) or objects.get(part) for part in PARTS)
         self._generators = [each for part in held for each in loader_generators(part)]
 

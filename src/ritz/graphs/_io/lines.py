@@ -105,7 +105,7 @@ def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iter
     if not file.exists():
         raise FileNotFoundError(f"no graph file {str(path)!r}")
     if not file.is_file():
-        raise GraphError(f"{name} is not a file")
+        raise GraphError(f"{path} is not a file")
     size = file.stat().st_size
     if not size:
         raise GraphError(f"{name} is empty")
