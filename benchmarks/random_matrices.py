@@ -19,7 +19,7 @@ from ritz.testing import wigner, wishart
 
 # Spikes over their threshold, and draws by order: the error of a mean falls as 1 / (n draws)^(1/2).
 STRENGTHS = (0.5, 0.8, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
-DRAWS = {500: 40, 1000: 20, 2000: 8, 4000: 3}  # and 40 of any other order
+DRAWS = {500: 40, 1000: 20, 2000: 8, 4000: 12}  # and 40 of any other order
 RATIO = 0.5
 
 
