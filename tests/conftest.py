@@ -34,14 +34,17 @@ collect_ignore = ["optim/torch_suite.py"]
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_stacks_of_traces() -> Iterator[None]:
-    """Keep torch from reading the call stack at every operation that it traces.
+def no_call_stacks() -> Iterator[None]:
+    """Keep torch from reading the call stack when it traces an operation or seeds a generator.
 
-    The stack of a test is deep, and reading it takes two fifths of the time of a trace.
+    The stack of a test is deep. Reading it takes two fifths of the time of a trace, and nearly all
+    of the time of ``torch.manual_seed``, which reads it once for each kind of device.
     """
-    without = SimpleNamespace(**(vars(traceback) | {"extract_stack": list}))
+    stackless = {"extract_stack": list, "format_stack": list}
+    without = SimpleNamespace(**(vars(traceback) | stackless))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch._subclasses.fake_tensor.traceback", without, raising=False)
+        for module in ("_subclasses.fake_tensor", "cuda", "xpu", "mtia"):
+            patch.setattr(f"torch.{module}.traceback", without, raising=False)
         yield
 
 

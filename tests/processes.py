@@ -1,4 +1,4 @@
-"""Processes for tests: groups of gloo processes, or one process that the test kills.
+"""Processes for tests: groups of gloo processes, one process that the test kills, or a program.
 
 They are forked from a server that has already imported torch and ritz, which takes seconds.
 """
@@ -51,6 +51,26 @@ def start(script, *arguments, errors):
     process = FORKS.Process(target=_run, args=(script, [str(a) for a in arguments], errors))
     process.start()
     return process
+
+
+def output_of(program, folder, seconds=220):
+    """Run a program in a folder and return what it prints. A warning is an error.
+
+    Torch and parts of ritz are imported already: a test of imports needs a new process instead.
+    """
+    printed, errors = (folder.with_name(f"{folder.name}.{kind}") for kind in ("out", "err"))
+    begin = f"""
+import os, sys, warnings
+os.chdir({str(folder)!r})
+sys.stdout = open({str(printed)!r}, "w")
+warnings.simplefilter("error")
+"""
+    process = start(begin + program, errors=errors)
+    process.join(seconds)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0, errors.read_text()
+    return printed.read_text()
 
 
 def _run(script, arguments, errors):

@@ -33,7 +33,6 @@ RANKS = {
     "training": 5,
     "plots": 5,
     "studies": 6,
-    "report": 6,
     "cli": 7,
 }
 EXEMPT = {"ritz", "ritz.__main__", "ritz._version"}
@@ -77,16 +76,19 @@ def package(module):
     return module.split(".")[1] if "." in module else ""
 
 
+@cache
 def imports(module, source):
-    """Yield pairs of an imported module and the imported name, also inside functions."""
+    """Return pairs of an imported module and the imported name, also inside functions."""
+    pairs = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
+            pairs += [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports relatively in line {node.lineno}"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield (inner, None) if inner in MODULES else (node.module, alias.name)
+                pairs.append((inner, None) if inner in MODULES else (node.module, alias.name))
+    return pairs
 
 
 def layer_breaches(module, source):
@@ -131,21 +133,21 @@ def chain(module):
 
 
 @cache
-def rooms(name):
-    """Return the siblings that a module or sub-package imports, except in ``CYCLE``."""
+def siblings(name):
+    """Return the modules and sub-packages of its own package that one of them imports."""
     inside = [module for module in MODULES if (module + ".").startswith(name + ".")]
     found = set()
     for module in inside:
         for other, _ in imports(module, MODULES[module].read_text()):
-            room = ".".join(other.split(".")[:3])
-            sibling = package(other) == package(name) and other.count(".") > 1 and room != name
-            if sibling and room not in FACADES - PACKAGES:
-                found.add(room)
+            top = ".".join(other.split(".")[:3])
+            sibling = package(other) == package(name) and other.count(".") > 1 and top != name
+            if sibling and top not in FACADES - PACKAGES:
+                found.add(top)
     return frozenset(found)
 
 
-def room_chain(name):
-    return (name, *max((room_chain(other) for other in rooms(name)), key=len, default=()))
+def sibling_chain(name):
+    return (name, *max((sibling_chain(other) for other in siblings(name)), key=len, default=()))
 
 
 def docstrings(source):
@@ -185,7 +187,7 @@ def exported(name):
 
 
 def test_every_package_has_a_rank():
-    assert {package(name) for name in MODULES} - {"", "__main__", "_version"} <= set(RANKS)
+    assert {package(name) for name in MODULES} - {"", "__main__", "_version"} == set(RANKS)
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - EXEMPT))
@@ -203,7 +205,7 @@ def test_imports_respect_layers_and_borders(module):
         ("ritz.operators._base", "from ritz.operators import DenseOperator\nimport pandas"),
         ("ritz.spectra._cg", "def f():\n    from ritz.testing import wigner"),
         ("ritz.plots._spectra", "import ritz.studies._protocol"),
-        ("ritz.studies._protocol", "from ritz.report import render"),
+        ("ritz.studies._protocol", "from ritz.cli import train"),
         ("ritz.measures._noise", "from ritz.optim import Gadam"),
     ],
 )
@@ -223,6 +225,13 @@ def test_a_breach_of_the_layers_is_detected(module, source):
 )
 def test_a_breach_of_a_border_is_detected(module, source):
     assert list(border_breaches(module, source))
+
+
+def test_every_shared_name_is_used_by_another_package():
+    used = {pair for name, path in MODULES.items() for pair in imports(name, path.read_text())}
+    for module in sorted(name for name in MODULES if name.endswith("._shared")):
+        names = {name for name in vars(importlib.import_module(module)) if name[0] != "_"}
+        assert names == {name for source, name in used if source == module}, module
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda p: p.name)
@@ -246,7 +255,7 @@ def test_chains_of_imports_inside_a_package_are_short(name):
     modules = [module for module in set(MODULES) - FACADES if package(module) == package(name)]
     longest = max((chain(module) for module in modules), key=len)
     assert len(longest) <= LONGEST_CHAIN, " > ".join(longest)
-    across = max((room_chain(".".join(module.split(".")[:3])) for module in modules), key=len)
+    across = max((sibling_chain(".".join(module.split(".")[:3])) for module in modules), key=len)
     assert len(across) <= LONGEST_CHAIN, " > ".join(across)
 
 

@@ -8,22 +8,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import output_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def run(*arguments, cwd):
-    command = [sys.executable, "-W", "error", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+SCRIPT = """
+import runpy
+sys.argv = [{path!r}, "--quick", "--out", "found"]
+runpy.run_path({path!r}, run_name="__main__")
+"""
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_example_script_runs(script, tmp_path):
-    run(script, "--quick", "--out", "found", cwd=tmp_path)
+    output_of(SCRIPT.format(path=str(script)), tmp_path)
     assert list(tmp_path.glob("found/*.png"))
     assert list(tmp_path.glob("found/*.safetensors"))
 
@@ -66,7 +67,11 @@ def session(tmp_path_factory):
             block = block.replace(large, small)
         program += block
     folder = tmp_path_factory.mktemp("readme")
-    return run("-c", program, cwd=folder).splitlines(), folder
+    # In a new process, in which the code must import all that it needs.
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), folder
 
 
 def test_every_python_block_of_the_readme_is_tested():
@@ -94,7 +99,7 @@ def test_the_readme_runs_from_top_to_bottom(session):
 @pytest.mark.parametrize("page", ["choosing", "optimizers"])
 def test_a_guide_runs_from_top_to_bottom(page, tmp_path):
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    assert run("-c", "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), cwd=tmp_path)
+    assert output_of("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), tmp_path)
 
 
 # Additional options that make the commands of the README fast.
@@ -115,9 +120,8 @@ def test_the_commands_of_the_readme_run_with_a_user_defined_model(tmp_path):
     commands = [shlex.split(line) for line in shell.splitlines()]
     assert [(command[0], command[1]) for command in commands] == [("ritz", name) for name in QUICK]
     given = [[name, *rest, *QUICK[name]] for _, name, *rest in commands]
-    # One process for all commands, because importing torch takes seconds.
     code = f"from ritz.cli import _app\nfor given in {given!r}: assert _app.run(given) == 0, given"
-    run("-c", code, cwd=tmp_path)
+    output_of(code, tmp_path)
     for found in ("weights.safetensors", "sharpness*.safetensors", "spectrum*.png",
                   "landscape*.png", "curves.png"):  # fmt: skip
         assert list((tmp_path / "run").glob(found)), found

@@ -1,6 +1,7 @@
 """The public names of ritz, and what importing it loads."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -55,20 +56,34 @@ def test_import_ritz_imports_neither_torch_nor_sub_packages():
     assert done.stdout == "[]\n['ritz._version']\n"
 
 
-def test_core_packages_import_no_optional_dependency():
-    code = (
-        "import sys, ritz, ritz.operators, ritz.spectra, ritz.testing\n"
-        f"print([name for name in {EXTRAS} if name in sys.modules])\n"
-        "print('ritz.plots' in sys.modules, 'ritz.studies' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\nFalse False\n"
+# Statements that are executed one after the other in one process, and modules that none of them
+# may import up to there.
+STATEMENTS = {
+    "import ritz.operators, ritz.spectra, ritz.testing": [*EXTRAS, "ritz.plots", "ritz.studies"],
+    "import ritz.data": ["sklearn", "PIL"],
+    "import ritz.training": ["lightning", "transformers", "tensorboard", "wandb", "mlflow"],
+    "ritz.plots.spectrum(ritz.lanczos(numpy.eye(4), num_steps=1)).figure.savefig(io.BytesIO())": [
+        "matplotlib.pyplot"
+    ],
+    "ritz.studies.available()": [],
+}
 
 
-def test_sub_packages_are_imported_on_first_use():
-    code = "import ritz; print(ritz.plots.__name__, ritz.studies.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "ritz.plots ritz.studies\n"
+@pytest.fixture(scope="module")
+def too_many():
+    """The modules that each statement or one before it has imported, of those it may not."""
+    program = ["import io, json, sys, numpy, ritz"]
+    for statement, modules in STATEMENTS.items():
+        program += [statement, f"print(json.dumps([m for m in {modules} if m in sys.modules]))"]
+    command = [sys.executable, "-c", "\n".join(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(STATEMENTS, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("statement", STATEMENTS)
+def test_libraries_and_packages_are_imported_on_first_use(statement, too_many):
+    assert too_many[statement] == []
 
 
 def test_a_misspelt_name_is_corrected_in_the_traceback():

@@ -1,4 +1,8 @@
-"""The test suite itself: every process collects the same tests, with readable names."""
+"""The test suite itself: every process collects the same tests, with readable names.
+
+``make test`` starts two processes with different hash seeds, and pytest-xdist ends the run if they
+collect different tests. The slow test here says which files differ.
+"""
 
 import os
 import re
@@ -15,7 +19,7 @@ LONGEST = 200
 UNREADABLE = re.compile(r"0x[0-9a-f]{4}|\\x[0189][0-9a-f]")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def others():
     """The ids of all tests, collected by a process with another hash seed."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
@@ -39,6 +43,7 @@ def by_file(names):
     return files
 
 
+@pytest.mark.slow
 def test_every_process_collects_the_same_tests_in_the_same_order(others, request):
     # This process may have collected only some of the tests.
     here = [item.nodeid for item in request.session.items if item.nodeid.startswith("tests/")]
@@ -48,7 +53,9 @@ def test_every_process_collects_the_same_tests_in_the_same_order(others, request
     assert by_file(here) == by_file(name for name in others if name in chosen)
 
 
-def test_test_ids_are_short_and_printable(others):
-    wrong = [name for name in others if len(name) > LONGEST or UNREADABLE.search(name)]
+def test_test_ids_are_short_and_printable(request):
+    names = [item.nodeid for item in request.session.items]
+
+    wrong = [name for name in names if len(name) > LONGEST or UNREADABLE.search(name)]
 
     assert wrong == []

@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from matrices import seeded
+from processes import start
 from safetensors.torch import save_file
 
 from ritz._core import storage
@@ -275,7 +276,9 @@ def test_the_temporary_file_of_a_killed_process_is_removed_by_the_next_write(tmp
         "    path.write_bytes(b'half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    process = start(code, errors=tmp_path.with_suffix(".errors"))
+    process.join()
+    assert process.exitcode == -9
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".some.png.")
     storage.write_text(tmp_path / "other.png", "whole")

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import ritz
 from ritz.curvature import Risk, hessian
+from ritz.measures import _batch_prediction as module
 from ritz.measures import batch_prediction, batch_variance, curvature_variance, measured_batches
 from ritz.measures._batch_subspace import outliers
 from ritz.measures._groups import share_of_variance
@@ -35,6 +36,12 @@ def linear_risk(x, **options):
     model = nn.Linear(x.shape[1], 1, bias=False, dtype=torch.float64)
     target = torch.zeros(len(x), 1, dtype=torch.float64)
     return Risk(model, half_square, (x, target), batch_size=64, **options)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Trace the products of small batches: with hundreds of batches, this takes less time."""
+    monkeypatch.setattr(module, "TUNING", replace(module.TUNING, traced=1))
 
 
 def brute_force(x, sizes=SIZES, num_draws=1000):
@@ -183,6 +190,7 @@ def test_measured_batches_agree_with_brute_force():
     assert float(found.overlap.mean[3]) == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.usefixtures("traced")
 def test_the_mean_of_drawn_batches_leaves_out_the_noise_of_first_order():
     # The mean over batches of phi' H_B phi is known, and explains most of how their largest
     # eigenvalues differ: from 20 batches the mean is known better than their spread says.
@@ -437,6 +445,7 @@ def heavy_risk(n=640, dtype=torch.float64):
     return linear_risk(x)
 
 
+@pytest.mark.usefixtures("traced")
 def test_predictions_that_cannot_be_trusted_are_printed_in_brackets():
     sizes = (2, 8, 32, 320, 640)
     risk = heavy_risk()

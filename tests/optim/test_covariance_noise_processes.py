@@ -50,6 +50,7 @@ dist.destroy_process_group()
 """
 
 
+# The weights stay, and so do second moments: computed once, they are drawn from many times.
 def check(folder, name, kinds, steps, *, refresh=1):
     script = SCRIPT.replace("KINDS", repr(kinds)).replace("STEPS", str(steps))
     script = script.replace("NAME", repr(name)).replace("REFRESH", str(refresh))
@@ -65,7 +66,7 @@ def check(folder, name, kinds, steps, *, refresh=1):
 
 @pytest.mark.distributed
 def test_two_processes_give_the_covariance_of_the_whole_step(tmp_path):
-    check(tmp_path, "mlp", list(NOISE_KINDS), 400)
+    check(tmp_path, "mlp", list(NOISE_KINDS), 200, refresh=200)
 
 
 @pytest.mark.slow
@@ -74,5 +75,4 @@ def test_two_processes_give_the_covariance_of_the_whole_step(tmp_path):
 @pytest.mark.parametrize("kind", NOISE_KINDS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_twenty_thousand_steps_of_two_processes(name, kind, tmp_path):
-    # The weights stay, and so do second moments: computed once, they are drawn from many times.
     check(tmp_path, name, [kind], 20_000, refresh=10**6 if kind in BY_MOMENTS else 1)

@@ -130,10 +130,6 @@ def test_a_monitor_watches_each_run_as_if_it_were_alone(tmp_path):
     assert "lambda_max" in str(found)
 
 
-# ------------------------------------------------------------------------------------------
-# Which point is best.
-
-
 def test_numbers_of_monitors_are_in_the_table_also_if_nothing_is_saved():
     watched = CurvatureMonitor(DATA[0], quantities=["weight_norms"])
 
@@ -151,6 +147,10 @@ def test_numbers_of_monitors_are_in_the_table_also_if_nothing_is_saved():
 def test_what_runs_cannot_share_is_refused(name):
     with pytest.raises(TypeError, match=f"sweep has no option '{name}', which its runs would sh"):
         sweep(drawn, DATA, GRID, **{name: object()})
+
+
+# ------------------------------------------------------------------------------------------
+# Which point is best.
 
 
 def test_the_best_point_has_the_best_mean_and_ties_are_those_of_a_paired_t_test():

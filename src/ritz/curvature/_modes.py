@@ -20,9 +20,6 @@ from ritz.curvature._replaced_functions import (
     needs_replacement,
 )
 
-# ------------------------------------------------------------------------------------------
-# The modes of model and torch in which derivatives of every order exist.
-
 
 @contextmanager
 def product_modes(
@@ -56,7 +53,7 @@ def product_modes(
         stack.enter_context(without_warnings_of_fallbacks())
         stack.enter_context(_functions_traced())
         if device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in model.modules()):
-            # Nor have the recurrent kernels of cuDNN.
+            # The recurrent kernels of cuDNN have no second derivatives either.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             # Compiled submodules cannot be traced or differentiated twice.

@@ -4,4 +4,3 @@ from ritz.graphs._clusters import sample_density
 from ritz.graphs._density import chebyshev_means
 from ritz.graphs._fit_models import Model
 from ritz.graphs._random import cluster_sizes
-from ritz.graphs._similarity import Measure

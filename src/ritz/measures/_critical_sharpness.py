@@ -72,7 +72,7 @@ def critical_sharpness(
     start, passes = risk.loss(), 1
     unit = TUNING.roundoff * torch.finfo(risk.theta.dtype).eps * abs(start)
 
-    def rises(rate: float) -> float:
+    def change(rate: float) -> float:
         """Return the change of the loss; zero if it is not larger than roundoff."""
         nonlocal passes
         passes += 1
@@ -86,12 +86,12 @@ def critical_sharpness(
     # eta > 2 u'g / u'Hu.
     length = float(update.double().norm())
     rate = TUNING.first * max(1.0, float(risk.theta.double().norm())) / length
-    low, high = _bracket(rises, rate)
+    low, high = _bracket(change, rate)
     if not (low and math.isfinite(high)):
         return _no_sharpness(low, high, passes)
     while not is_below(high - low, 2 * rtol * low):
         middle = 0.5 * (low + high)
-        gap = rises(middle)
+        gap = change(middle)
         if gap == 0:  # the loss does not change beyond roundoff
             break
         low, high = (low, middle) if gap > 0 else (middle, high)
@@ -107,14 +107,14 @@ def critical_sharpness(
     return Estimate.exact(value, truncation=half, method=f"{passes} forward passes", status=status)
 
 
-def _bracket(rises: Callable[[float], float], rate: float) -> tuple[float, float]:
+def _bracket(change: Callable[[float], float], rate: float) -> tuple[float, float]:
     """Return a learning rate that lowers the loss (or 0) and one that raises it (or infinity).
 
     If the loss does not change beyond roundoff, the learning rate is doubled.
     """
     low, high = 0.0, math.inf
     for _ in range(TUNING.max_doublings):
-        gap = rises(rate)
+        gap = change(rate)
         if gap > 0:
             high, rate = rate, rate / 2
         else:

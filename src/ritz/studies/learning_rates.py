@@ -1,11 +1,11 @@
 """Largest learning rates over batch sizes: Spectral Machine Learning, Figures 5.7-5.10, 5.15-5.16.
 
-After section 5.7. For several networks and batch sizes, with and
-without momentum, bisection finds the largest learning rate at which a short training does not
-diverge. From trained weights the loss must not double; from initial weights it must fall. The
-largest learning rate is compared with the edge of local stability, which follows from the predicted
-curvature of batches. Full trainings compare the linear with the square-root rule, and the distance
-from the initial weights with the test error.
+For several networks and batch sizes, with and without momentum, bisection finds the largest
+learning rate at which a short training does not diverge (section 5.7). From trained weights the
+loss must not double; from initial weights it must fall. The largest learning rate is compared with
+the edge of local stability, which follows from the predicted curvature of batches. Full trainings
+compare the linear with the square-root rule, and the distance from the initial weights with the
+test error.
 """
 
 import copy
