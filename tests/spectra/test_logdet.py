@@ -192,7 +192,7 @@ def test_a_sparse_matrix_that_is_not_positive_definite_is_named():
         ({"num_products": 9}, "num_products must be at least 10"),
         ({"num_probes": 1}, "num_probes must be between 2 and 750"),
         ({"floor": 0.0}, "floor must be finite and above 0"),
-        ({"rtol": -1.0}, "rtol must be at least 0"),
+        ({"rtol": -1.0}, "rtol must be between"),
         ({"method": "cholesky"}, "needs a dense or sparse matrix"),
         ({"floor": 0.5, "num_products": 60}, "floor must be below all eigenvalues"),
     ],

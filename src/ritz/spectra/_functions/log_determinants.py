@@ -13,7 +13,7 @@ from scipy.sparse import csc_array
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from scipy.sparse.linalg import splu
 
-from ritz._core.checks import check_choice, check_count, check_positive, check_range, is_below
+from ritz._core.checks import check_choice, check_count, check_positive, check_rtol, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
@@ -167,7 +167,7 @@ def logdet(
     if num_probes is not None:
         num_probes = check_count("num_probes", num_probes, low=2, high=num_products // 2)
     if rtol is not None:
-        check_range("rtol", rtol, low=0.0)
+        check_rtol(rtol)
     if floor is not None:
         check_positive("floor", floor)
     generator = resolve_generator(generator)
