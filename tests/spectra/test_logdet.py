@@ -490,3 +490,13 @@ def test_a_pivot_off_the_diagonal_is_no_factor_of_a_positive_definite_matrix(siz
     matrix[:2, :2] = [[0.0, 1.0], [1.0, 0.0]]
     with pytest.raises(NotPositiveDefiniteError, match="zero pivot"):
         ritz.logdet(matrix.tocsr(), method="cholesky")
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_an_exact_logdet_of_zero_needs_no_tolerance(dense):
+    """The roundoff of log det I = 0 is above any fraction of it."""
+    matrix = torch.diag(torch.tensor([2.0, 0.5, 1.0], dtype=torch.float64))
+    op = matrix if dense else FunctionOperator(matrix.__matmul__, n=3, dtype=torch.float64)
+
+    assert ritz.logdet(op).status.outcome == "completed"
+    assert ritz.logdet(op, rtol=1e-3).status.outcome == "max_steps"
