@@ -193,6 +193,9 @@ def test_intervals_of_level_zero_and_one():
     exact = Estimate.exact(2.0, method="exact", truncation=0.25)
     for level in (0.0, 0.95, 1.0):
         assert [float(end) for end in exact.interval(level)] == [1.75, 2.25]
+    partly = torch.stack([normal_quantiles(9), torch.ones(9, dtype=torch.float64)], 1)
+    found = Estimate.of(partly, method="probes", num_products=9)
+    assert found.error(1.0).tolist() == [math.inf, 0.0]
 
 
 def test_an_error_without_degrees_of_freedom_is_that_of_a_normal_distribution():

@@ -179,7 +179,7 @@ def test_targets_must_be_labels(drawn):
     ("bad", "match"),
     [
         ({"num_bins": 0}, "num_bins must be at least 1"),
-        ({"atol": -1.0}, "atol must be at least 0"),
+        ({"atol": -1.0}, "atol must be finite and at least 0"),
         ({"max_steps": 1}, "max_steps must be at least 2"),
     ],
 )

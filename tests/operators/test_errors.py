@@ -147,11 +147,11 @@ WRONG = {
         ValueError,
         "one per dimension",
     ),
-    "kernel noise": (lambda: KernelOperator(EYE, noise=-1.0), ValueError, "noise must be at least"),
+    "kernel noise": (lambda: KernelOperator(EYE, noise=-1.0), ValueError, "noise must be finite"),
     "kernel outputscale": (
         lambda: KernelOperator(EYE, outputscale=-1.0),
         ValueError,
-        "outputscale must be at least",
+        "outputscale must be finite",
     ),
     "no blocks": (lambda: BlockDiagonalOperator([]), ValueError, "ops must contain at least one"),
     "blocks of two dtypes": (

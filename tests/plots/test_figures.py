@@ -70,7 +70,7 @@ def test_a_density_has_an_error_band(matrix, ax, tmp_path, cumulative, ylabel, l
     smooth = ritz.density(matrix, num_probes=4, num_steps=20, width=0.2)
     assert plots.density(smooth, ax=ax, cumulative=cumulative, log=log) is ax
     assert ax.get_ylabel() == ylabel
-    assert legend(ax) == ["mean ± 2 stderr"]
+    assert legend(ax) == ["mean, 95 % interval"]
     assert len(ax.collections) == 1
     save(ax, tmp_path)
 

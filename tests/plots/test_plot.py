@@ -337,11 +337,11 @@ def test_a_discrete_density_is_smoothed_and_the_legend_states_the_width():
     found = ritz.density(symmetric())
     width = f"smoothed by {found.smoothed().width:.2g}"
     ax = plots.density(found)
-    assert legend(ax) == [f"mean ± 2 stderr, {width}"]
+    assert legend(ax) == [f"mean, 95 % interval, {width}"]
     smooth = plots.density(found.smoothed())
     assert ax.lines[0].get_ydata().tolist() == smooth.lines[0].get_ydata().tolist()
     assert legend(plots.density(found, label="mine")) == [f"mine, {width}"]
-    assert legend(plots.density(found, cumulative=True)) == ["mean ± 2 stderr"]
+    assert legend(plots.density(found, cumulative=True)) == ["mean, 95 % interval"]
 
 
 def test_a_spectrum_is_drawn_as_the_density_of_one_probe():

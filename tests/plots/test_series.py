@@ -21,8 +21,8 @@ def normal(width=None):
         width=width,
         pdf=lambda x: torch.exp(-(x**2)),
         cdf=lambda x: torch.sigmoid(x),
-        pdf_band=lambda x, *, sigmas: (x - sigmas, x + sigmas),
-        cdf_band=lambda x, *, sigmas: (0 * x, 0 * x + 1),
+        pdf_interval=lambda x, *, level: (x - level, x + level),
+        cdf_interval=lambda x, *, level: (0 * x, 0 * x + 1),
     )
 
 
@@ -63,10 +63,10 @@ def test_a_sign_is_known_only_beyond_the_residual(spectrum):
 
 
 def test_a_curve_covers_the_support_of_the_density():
-    curve = density_curve(normal(), sigmas=3.0, num_points=5)
+    curve = density_curve(normal(), level=0.5, num_points=5)
     np.testing.assert_allclose(curve.x, [-3, -1, 1, 3, 5])
     np.testing.assert_allclose(curve.y, np.exp(-(curve.x**2)))
-    np.testing.assert_allclose(curve.high - curve.low, 6.0)
+    np.testing.assert_allclose(curve.high - curve.low, 1.0)
 
 
 def test_a_cumulative_curve_is_the_distribution_function():
@@ -78,7 +78,7 @@ def test_a_cumulative_curve_is_the_distribution_function():
 
 def test_the_band_of_a_density_without_errors_is_nan():
     bare = normal()
-    del bare.pdf_band
+    del bare.pdf_interval
     curve = density_curve(bare, num_points=4)
     assert np.isnan(curve.low).all()
     assert np.isnan(curve.high).all()

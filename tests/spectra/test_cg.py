@@ -223,7 +223,7 @@ WRONG = {
     "b dtype": ({"b": B.float()}, TypeError, "b must be torch.float64"),
     "b NaN": ({"b": B * float("nan")}, ValueError, "b must be finite"),
     "rtol": ({"rtol": -1.0}, ValueError, "rtol must be between"),
-    "atol": ({"atol": -1.0}, ValueError, "atol must be at least"),
+    "atol": ({"atol": -1.0}, ValueError, "atol must be finite"),
     "steps": ({"max_steps": 0}, ValueError, "max_steps must be at least 1"),
     "initial shape": ({"initial": B[:, None]}, ValueError, r"initial must be of shape \(4,\)"),
     "initial dtype": ({"initial": B.float()}, TypeError, "initial must be torch.float64"),

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import networkx
 import pytest
@@ -6,7 +7,7 @@ import torch
 from matrices import PRECISIONS, seeded
 
 import ritz
-from ritz import Density, density, maxent, rmt
+from ritz import Density, Estimate, density, maxent, rmt
 from ritz.operators import DenseOperator, FunctionOperator
 from ritz.spectra import Moments, PolynomialDensity
 from ritz.testing import wigner, with_spectrum
@@ -45,10 +46,10 @@ def test_the_moments_of_a_discrete_density_are_those_of_the_matrix(discrete, deg
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("mode", ["full", "partial", "none"])
-def test_the_band_of_the_cdf_contains_the_exact_histogram(dtype, mode):
+def test_the_interval_of_the_cdf_contains_the_exact_histogram(dtype, mode):
     found = density(op(dtype), num_probes=24, num_steps=60, reorthogonalize=mode)
     x = torch.tensor([-1.5, -0.75, -0.25, 0.33, 0.75, 2.0, 4.0, 6.0], dtype=torch.float64)
-    low, high = found.cdf_band(x, sigmas=4.0)
+    low, high = found.cdf_interval(x, level=0.9999)
     resolution = 0.02  # half a Gauss weight of the bulk: 60 nodes share it
     assert bool((exact_cdf(x) >= low - resolution).all())
     assert bool((exact_cdf(x) <= high + resolution).all())
@@ -99,12 +100,12 @@ def test_the_default_number_of_steps_suits_small_matrices_too(method):
     assert density(torch.eye(3), method=method).moment(1) == pytest.approx(1.0)
 
 
-def test_one_probe_is_allowed_and_has_no_band():
+def test_one_probe_is_allowed_and_has_no_interval():
     found = density(op(), num_probes=1, num_steps=20)
     x = torch.zeros(2, dtype=torch.float64)
     assert found.cdf(x).isfinite().all()
-    assert torch.cat(found.cdf_band(x)).isnan().all()
-    assert torch.cat(found.smoothed(0.1).pdf_band(x)).isnan().all()
+    assert torch.cat(found.cdf_interval(x)).isnan().all()
+    assert torch.cat(found.smoothed(0.1).pdf_interval(x)).isnan().all()
 
 
 def test_a_discrete_density_has_no_pdf(discrete):
@@ -146,13 +147,46 @@ def test_a_polynomial_density_integrates_to_one_and_is_the_slope_of_its_cdf(poly
     check_is_a_density(polynomial, POINTS)
 
 
-def test_a_band_has_the_mean_in_its_middle_and_widens_with_sigmas(discrete, polynomial):
+def test_an_interval_is_that_of_an_estimate_of_the_samples(discrete, polynomial):
     for found in (discrete.smoothed(0.1), polynomial):
-        for value, band in ((found.pdf, found.pdf_band), (found.cdf, found.cdf_band)):
-            low, high = band(POINTS, sigmas=1.0)
-            torch.testing.assert_close((low + high) / 2, value(POINTS))
-            wide = band(POINTS, sigmas=3.0)
-            torch.testing.assert_close(wide[1] - wide[0], 3 * (high - low))
+        for samples, interval in (
+            (found.pdf_samples(POINTS), found.pdf_interval),
+            (found.cdf_samples(POINTS), found.cdf_interval),
+        ):
+            estimate = Estimate.of(samples, method="", num_products=0)
+            for level in (0.5, 0.95):
+                torch.testing.assert_close(interval(POINTS, level=level), estimate.interval(level))
+
+
+@pytest.mark.parametrize(("num_probes", "probe"), [(3, "gaussian"), (8, "rademacher")])
+def test_intervals_contain_the_smoothed_density(num_probes, probe):
+    values = torch.cat([torch.linspace(0, 1, 37, dtype=torch.float64), EIGENVALUES[-3:]])
+    width, count = 0.15, 120 * num_probes
+    matrix = with_spectrum(values, generator=seeded(1))
+    every = density(matrix, num_probes=count, num_steps=25, probe=probe)
+    x = torch.linspace(float(values.min()), float(values.max()), 9, dtype=torch.float64)
+    exact = torch.distributions.Normal(values, width)
+    pdf, cdf = exact.log_prob(x[:, None]).exp().mean(1), exact.cdf(x[:, None]).mean(1)
+
+    hits = torch.zeros(2)
+    for first in range(0, count, num_probes):
+        rows = slice(first, first + num_probes)
+        few = replace(every, nodes=every.nodes[rows], weights=every.weights[rows]).smoothed(width)
+        for kind, interval, truth in ((0, few.pdf_interval, pdf), (1, few.cdf_interval, cdf)):
+            low, high = interval(x)
+            inside = (truth >= low - 1e-9) & (truth <= high + 1e-9)
+            hits[kind] += inside.double().mean() * num_probes / count
+
+    assert float(hits.min()) >= 0.95
+
+
+def test_a_density_of_exact_moments_has_no_error():
+    matrix = torch.diag(EIGENVALUES[-12:])
+    exact = density(matrix, num_probes=16, num_steps=10, method="kpm")
+    low, high = exact.pdf_interval(POINTS)
+    assert len(exact.moments.samples) > 1
+    torch.testing.assert_close(low, high, rtol=0, atol=0)
+    torch.testing.assert_close(low, exact.pdf(POINTS))
 
 
 @pytest.mark.parametrize("degree", range(7))
@@ -231,7 +265,7 @@ def test_a_graph_agrees_with_networkx():
     spectrum = torch.from_numpy(networkx.normalized_laplacian_spectrum(graph))
     found = density(laplacian, num_probes=20, num_steps=60)
     x = torch.linspace(0.2, 1.7, 7, dtype=torch.float64)
-    low, high = found.cdf_band(x, sigmas=4.0)
+    low, high = found.cdf_interval(x, level=0.9999)
     exact = (spectrum[:, None] <= x).double().mean(0)
     assert bool(((exact > low - 0.02) & (exact < high + 0.02)).all())
 

@@ -192,7 +192,7 @@ def test_a_sparse_matrix_that_is_not_positive_definite_is_named():
         ({"num_products": 9}, "num_products must be at least 10"),
         ({"num_probes": 1}, "num_probes must be between 2 and 750"),
         ({"floor": 0.0}, "floor must be finite and above 0"),
-        ({"rtol": -1.0}, "rtol must be at least 0"),
+        ({"rtol": -1.0}, "rtol must be between"),
         ({"method": "cholesky"}, "needs a dense or sparse matrix"),
         ({"floor": 0.5, "num_products": 60}, "floor must be below all eigenvalues"),
     ],
@@ -490,3 +490,13 @@ def test_a_pivot_off_the_diagonal_is_no_factor_of_a_positive_definite_matrix(siz
     matrix[:2, :2] = [[0.0, 1.0], [1.0, 0.0]]
     with pytest.raises(NotPositiveDefiniteError, match="zero pivot"):
         ritz.logdet(matrix.tocsr(), method="cholesky")
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_an_exact_logdet_of_zero_needs_no_tolerance(dense):
+    """The roundoff of log det I = 0 is above any fraction of it."""
+    matrix = torch.diag(torch.tensor([2.0, 0.5, 1.0], dtype=torch.float64))
+    op = matrix if dense else FunctionOperator(matrix.__matmul__, n=3, dtype=torch.float64)
+
+    assert ritz.logdet(op).status.outcome == "completed"
+    assert ritz.logdet(op, rtol=1e-3).status.outcome == "max_steps"

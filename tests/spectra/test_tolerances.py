@@ -1,11 +1,16 @@
 """A converged result is within its tolerance, for ill-conditioned matrices too."""
 
+import math
+
 import pytest
 import torch
 from matrices import hidden, seeded
 
 import ritz
-from ritz.testing import with_spectrum
+from ritz import rmt, spectra
+from ritz.operators import KernelOperator, check_symmetric
+from ritz.rmt import bounds
+from ritz.testing import check_operator, with_spectrum
 
 DOUBLE = torch.float64
 SPECTRA = {
@@ -116,3 +121,60 @@ def test_a_tolerance_below_the_truncation_is_not_reached_by_probes_alone():
         assert float(estimate.error()) >= abs(float(estimate) - truth)
         with pytest.raises(ritz.NotConvergedError):
             estimate.raise_if_failed()
+
+
+SMALL = torch.diag(torch.linspace(1, 2, 12, dtype=DOUBLE))
+POINTS = torch.linspace(0, 1, 12, dtype=DOUBLE)[:, None]
+ONES = torch.ones(12, dtype=DOUBLE)
+
+
+def kernel():
+    return KernelOperator(POINTS, noise=torch.tensor(0.1, dtype=DOUBLE, requires_grad=True))
+
+
+RELATIVE = {
+    "trace": lambda rtol: ritz.trace(SMALL, rtol=rtol),
+    "frobenius_norm": lambda rtol: ritz.frobenius_norm(SMALL, rtol=rtol),
+    "diagonal": lambda rtol: ritz.diagonal(SMALL, rtol=rtol),
+    "moments": lambda rtol: ritz.moments(SMALL, num_moments=2, rtol=rtol),
+    "trace_function": lambda rtol: ritz.trace_function(SMALL, torch.exp, num_steps=2, rtol=rtol),
+    "logdet": lambda rtol: ritz.logdet(SMALL, rtol=rtol),
+    "logdet_gradient": lambda rtol: spectra.logdet_gradient(kernel(), rtol=rtol),
+    "log_likelihood": lambda rtol: spectra.log_likelihood(kernel(), ONES, rtol=rtol),
+    "solve": lambda rtol: ritz.solve(SMALL, ONES, rtol=rtol),
+    "eigenpairs": lambda rtol: ritz.eigenpairs(SMALL, largest=1, rtol=rtol),
+    "bounds": lambda rtol: ritz.bounds(SMALL, method="gershgorin", rtol=rtol),
+    "spectral_norm": lambda rtol: ritz.spectral_norm(SMALL, rtol=rtol),
+    "check_symmetric": lambda rtol: check_symmetric(ritz.as_operator(SMALL), rtol=rtol),
+    "check_operator": lambda rtol: check_operator(ritz.as_operator(SMALL), rtol=rtol),
+    "probes_needed": lambda rtol: bounds.probes_needed(12, condition=2.0, rtol=rtol),
+}
+ABSOLUTE = {
+    "solve": lambda atol: ritz.solve(SMALL, ONES, atol=atol),
+    "maxent": lambda atol: ritz.maxent(ritz.moments(SMALL, num_moments=2), atol=atol),
+}
+LEVELS = {
+    "interval": lambda level: ritz.trace(SMALL).interval(level),
+    "pdf_interval": lambda level: ritz.density(SMALL, width=0.1).pdf_interval(ONES, level=level),
+    "spikes": lambda level: rmt.multiplicative_spikes(3.0, ratio=0.5, size=100, level=level),
+    "entropy": lambda level: bounds.entropy_concentration(100, degrees=3, level=level),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "calls", "wrong"),
+    [
+        ("rtol", RELATIVE, [-0.1, 1.5, math.nan, math.inf]),
+        ("atol", ABSOLUTE, [-0.1, math.nan, math.inf]),
+        ("level", LEVELS, [-0.1, 1.5, math.nan, math.inf]),
+    ],
+)
+def test_tolerances_and_levels_out_of_range_are_refused(name, calls, wrong):
+    for call in calls.values():
+        for value in wrong:
+            with pytest.raises(ValueError, match=f"{name} must be .*got {value}"):
+                call(value)
+        for value in ("0.1", True, torch.tensor(0.1), [0.1]):
+            with pytest.raises(TypeError, match=f"{name} must be a number"):
+                call(value)
+        call(0.5)

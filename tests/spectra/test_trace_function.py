@@ -376,3 +376,19 @@ def test_roundoff_beyond_the_rank_is_not_mistaken_for_asymmetry(dtype, rng):
     op = with_spectrum(values, generator=rng)
     found = ritz.trace_function(op, torch.exp, method="krylov", num_steps=10, num_probes=8)
     assert within(found, float(values.double().exp().sum()))
+
+
+@pytest.mark.parametrize("method", ["chebyshev", "maxent"])
+def test_a_series_across_the_pole_of_the_function_asks_for_a_floor(method):
+    """No node of the series is the pole, so that the function is finite at all of them."""
+    matrix = torch.diag(torch.logspace(-6, 0, 60, dtype=torch.float64))
+    op = FunctionOperator(matrix.__matmul__, n=60, dtype=torch.float64)
+
+    with pytest.raises(ValueError, match=r"floor must be given: the bounds .* beyond the domain"):
+        ritz.trace_function(op, torch.reciprocal, num_steps=10, num_probes=8, method=method)
+    with_floor = ritz.trace_function(
+        op, torch.reciprocal, num_steps=10, num_probes=8, method="chebyshev", floor=1e-6
+    )
+
+    low, high = with_floor.interval()
+    assert low <= (1 / matrix.diagonal()).sum() <= high

@@ -46,6 +46,11 @@ def check_positive(name: str, value: float, *, zero: bool = False) -> None:
         raise ValueError(f"{name} must be finite and {least}, got {value}")
 
 
+def check_rtol(rtol: float, *, low: float = 0.0) -> None:
+    """Raise unless a relative tolerance is between ``low`` and 1."""
+    check_range("rtol", rtol, low=low, high=1.0)
+
+
 def check_type(name: str, value: object, kind: Any, expected: str) -> None:
     """Raise unless ``value`` is an instance of ``kind``, described by ``expected`` in the error."""
     if not isinstance(value, kind):

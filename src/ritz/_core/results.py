@@ -219,7 +219,8 @@ class Estimate(HasStatus):
         # Without degrees of freedom, use the quantile of the normal distribution.
         quantile = float(stdtrit(self.degrees or math.inf, 0.5 + level / 2))
         factor = quantile * self._skewed(quantile) + self._unseen()
-        return factor * self.stderr + self.truncation
+        # At level 1 the factor is infinite, but an entry that does not vary is still exact.
+        return torch.where(self.stderr == 0, 0.0, factor * self.stderr) + self.truncation
 
     def _skewed(self, quantile: float) -> Tensor:
         """Return the factor by which skewness of the samples widens an interval, shape ``s``."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.blocks import euclidean_norm
-from ritz._core.checks import check_choice, check_count, check_range, is_below, plain_fields
+from ritz._core.checks import check_choice, check_count, check_rtol, is_below, plain_fields
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, Probed, draw_probes
 from ritz._core.results import Estimate
@@ -83,7 +83,7 @@ class Sampling:
         if self.block_size is not None:
             check_count("block_size", self.block_size)
         if self.rtol is not None:
-            check_range("rtol", self.rtol, low=0.0, high=1.0)
+            check_rtol(self.rtol)
             check_count("max_probes", self.max_probes, low=self.num_probes)
 
     def run(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
-from ritz._core.results import HasStatus, Status, format_uncertain
+from ritz._core.results import HasStatus, Status, format_uncertain, stderr
 from ritz._core.storage import storable
 from ritz.graphs._count_below import Below, NullSpace, all_below, count_below
 from ritz.graphs._density import SMALL, moments
@@ -300,9 +300,7 @@ class Sampled:
         count = self.num_nodes * float(self.density.cdf(at))
         if self.spread is None:
             return float(round(count)), 0.0
-        # The band from -1 to +1 standard errors is two standard errors wide.
-        low, high = self.spread.cdf_band(at, sigmas=1.0)
-        return count, self.num_nodes * float(high - low) / 2
+        return count, self.num_nodes * float(stderr(self.spread.cdf_samples(at)))
 
     def mean_below(self, threshold: float) -> float:
         """Mean of the eigenvalues below a point."""

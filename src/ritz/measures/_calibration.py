@@ -113,7 +113,7 @@ def temperature(
     """
     check_risk(risk)
     num_bins = check_count("num_bins", num_bins)
-    check_range("atol", atol, low=0.0)
+    check_positive("atol", atol, zero=True)
     max_steps = check_count("max_steps", max_steps, low=2)
     # Compute the outputs once; f needs nothing else.
     pairs = _pairs(risk)

@@ -14,6 +14,7 @@ from ritz._core.checks import (
     check_count,
     check_number,
     check_real_floating,
+    check_rtol,
     check_tensor,
     check_type,
     is_below,
@@ -162,6 +163,8 @@ def check_symmetric(
     defaults to the square root of machine precision. Cost: one product with a block of two vectors.
     """
     check_linear("op", op)
+    rtol = torch.finfo(op.dtype).eps ** 0.5 if rtol is None else rtol
+    check_rtol(rtol)
     n = op.shape[0]
     block = draw_probes(op, 2, kind="gaussian", generator=resolve_generator(generator))
     product = op.matmat(block).double()
@@ -169,7 +172,6 @@ def check_symmetric(
     product /= peak  # the square of a norm may overflow where the norm does not
     cross = block.double().T @ product
     scale = float(product.norm() * block.double().norm()) / 2
-    rtol = torch.finfo(op.dtype).eps ** 0.5 if rtol is None else rtol
     # For random vectors, u'Av and v'Au are of order |u| |Av| / sqrt(n).
     gap = abs(float(cross[0, 1] - cross[1, 0]))
     allowed = rtol * scale / n**0.5 + n * torch.finfo(op.dtype).tiny / peak  # underflow

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.batches import as_tensor
-from ritz._core.checks import check_choice, check_finite, check_range, check_tensor, check_type
+from ritz._core.checks import check_choice, check_finite, check_positive, check_tensor, check_type
 from ritz._core.density import as_points
 from ritz.operators._base import LinearOperator
 
@@ -234,5 +234,5 @@ def _number(name: str, value: float | Tensor) -> float:
         if value.ndim:
             raise ValueError(f"{name} must be one number, got {tuple(value.shape)}")
         value = float(value.detach())
-    check_range(name, value, low=0)
+    check_positive(name, value, zero=True)
     return float(value)

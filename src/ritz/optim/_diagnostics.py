@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ritz._core.batch_norm import evaluating
-from ritz._core.checks import check_range, check_real_floating, check_type, is_below
+from ritz._core.checks import check_real_floating, check_rtol, check_type, is_below
 from ritz._core.params import check_optimizer
 from ritz._core.storage import storable
 from ritz.curvature._shared import layer_table
@@ -188,7 +188,7 @@ def scale_invariant_weights(model: nn.Module, *inputs: Any, rtol: float = 0.01) 
         rtol: Largest change of the outputs, relative to that of shuffling.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
-    check_range("rtol", rtol, low=0.0, high=1.0)
+    check_rtol(rtol)
     names = []
     with evaluating(model, batch_statistics=True):
         before = _outputs(model, {}, inputs)

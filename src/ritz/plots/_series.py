@@ -93,14 +93,14 @@ def spectrum_stems(spectrum: Spectrum, *, rtol: float = 1e-3) -> Stems:
 
 
 def density_curve(
-    density: Density, *, cumulative: bool = False, sigmas: float = 2.0, num_points: int = 2000
+    density: Density, *, cumulative: bool = False, level: float = 0.95, num_points: int = 2000
 ) -> Curve:
     """Return the curve of a density over its support, with its error band if it has one.
 
     Args:
         density: Any density. A discrete one has a cumulative curve only.
         cumulative: Return the distribution function instead of the density.
-        sigmas: Half width of the band in standard errors.
+        level: Probability with which the band contains the density at a point.
         num_points: Number of points, evenly spaced. A narrow ``width`` of the density adds more.
     """
     num_points = check_count("num_points", num_points, low=2)
@@ -110,8 +110,8 @@ def density_curve(
         num_points = min(max(num_points, int(4 * (high - low) / width)), 100_000)
     x = torch.linspace(low, high, num_points, dtype=torch.float64)
     kind = "cdf" if cumulative else "pdf"
-    y, band = getattr(density, kind)(x), getattr(density, f"{kind}_band", None)
-    below, above = (torch.nan * y,) * 2 if band is None else band(x, sigmas=sigmas)
+    y, interval = getattr(density, kind)(x), getattr(density, f"{kind}_interval", None)
+    below, above = (torch.nan * y,) * 2 if interval is None else interval(x, level=level)
     return Curve(x=as_array(x), y=as_array(y), low=as_array(below), high=as_array(above))
 
 

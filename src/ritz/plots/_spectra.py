@@ -163,14 +163,14 @@ def density(
     """
     curve_density, width = _smooth(density, cumulative=cumulative)
     ax = ax or style.panels()[1][0]
-    curve = arrays.density_curve(curve_density, cumulative=cumulative)
+    curve = arrays.density_curve(curve_density, cumulative=cumulative, level=STYLE.level)
     # One probe has no standard error, and a density of maximum entropy no probes.
     has_band = bool(np.isfinite(curve.low).any())
     if label is None:
-        label = MEAN if has_band else "density"
+        label = f"mean, {100 * STYLE.level:g} % interval" if has_band else "density"
         if isinstance(curve_density, EntropicDensity):
             label = f"maximum entropy, {len(curve_density.alphas)} moments"
-        elif hasattr(curve_density, "cdf_band") and not has_band:
+        elif hasattr(curve_density, "cdf_interval") and not has_band:
             label = "one probe"
     (line,) = ax.plot(curve.x, curve.y, linewidth=STYLE.line, label=label + width)
     if has_band:

@@ -41,7 +41,8 @@ class Style:
     thin: float = 0.8
     marker: float = 4.0
     band: float = 0.25  # opacity: where two bands overlap, both stay visible
-    sigmas: float = 2.0  # half width of bars and bands in standard errors: 95 % if normal
+    level: float = 0.95  # of the intervals of densities
+    sigmas: float = 2.0  # half width of other bars and bands in standard errors: 95 % if normal
     converged: float = 1e-3  # residual of a filled marker, relative to the largest |value|
     max_bars: int = 40  # entries with a bar each; the bars of more touch in a 6-inch panel
     max_points: int = 2000  # of a curve; a 6-inch panel at 200 dpi has 1200 columns of pixels

@@ -18,6 +18,7 @@ from ritz._core.checks import (
     check_finite,
     check_positive,
     check_range,
+    check_rtol,
     check_type,
     is_below,
     short,
@@ -220,7 +221,7 @@ def probes_needed(size: int, *, condition: float, rtol: float) -> int:
         rtol: Standard error relative to the trace.
     """
     # Below 1e-150 the number of probes would not be finite.
-    check_range("rtol", rtol, low=1e-150)
+    check_rtol(rtol, low=1e-150)
     return max(1, math.ceil(probe_variance(size, condition=condition) / rtol**2))
 
 

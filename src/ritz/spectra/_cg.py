@@ -13,7 +13,8 @@ from ritz._core.blocks import column_dots, column_norms, power_of_two
 from ritz._core.checks import (
     check_count,
     check_finite,
-    check_range,
+    check_positive,
+    check_rtol,
     check_tensor,
     check_type,
     is_below,
@@ -104,8 +105,8 @@ def solve(
     check_tensor("b", b, dtype=op.dtype, device=op.device, rows=n)
     check_finite("b", b)
     rtol = torch.finfo(op.dtype).eps ** 0.5 if rtol is None else rtol
-    check_range("rtol", rtol, low=0.0, high=1.0)
-    check_range("atol", atol, low=0.0)
+    check_rtol(rtol)
+    check_positive("atol", atol, zero=True)
     max_steps = max(n, 1000) if max_steps is None else max_steps
     max_steps = check_count("max_steps", max_steps)
     # Norms are sums of squares, which leave the range where b does not: divide each column by a

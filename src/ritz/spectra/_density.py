@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ritz._core.checks import check_choice, check_count, check_positive
 from ritz._core.density import NO_ATOMS, Atoms, as_points, interval_ends
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, draw_probes, resolve_generator
-from ritz._core.results import stderr
+from ritz._core.results import Estimate
 from ritz._core.storage import storable
 from ritz.operators import OperatorLike, as_operator
 from ritz.spectra._functions import ritz_rules
@@ -26,33 +26,43 @@ from ritz.spectra._moments import Moments, moments
 
 
 class SampledDensity(ABC):
-    """Density with one curve per probe, averaged, with error bands."""
+    """Density with one curve per probe, averaged, with intervals from the spread of the curves."""
 
     __slots__ = ()
 
+    @property
     @abstractmethod
-    def _pdf_samples(self, x: Tensor) -> Tensor:
+    def _is_sampled(self) -> bool:
+        """Whether the curves are of random probes. Otherwise their mean has no error."""
+
+    @abstractmethod
+    def pdf_samples(self, x: Tensor) -> Tensor:
         """Return the density at the points, one row per probe."""
 
     @abstractmethod
-    def _cdf_samples(self, x: Tensor) -> Tensor:
+    def cdf_samples(self, x: Tensor) -> Tensor:
         """Return the fraction of eigenvalues at or below the points, one row per probe."""
 
     def pdf(self, x: Tensor) -> Tensor:
         """Return the density at the points."""
-        return self._pdf_samples(x).mean(0)
+        return self.pdf_samples(x).mean(0)
 
-    def pdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> tuple[Tensor, Tensor]:
-        """Return ``pdf`` minus and plus ``sigmas`` standard errors over probes."""
-        return _band(self._pdf_samples(x), sigmas)
+    def pdf_interval(self, x: Tensor, *, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return the ends of an interval for each point that contains the density there.
+
+        They contain it with probability ``level``, point by point, like
+        :meth:`ritz.Estimate.interval`. The density is that of infinitely many probes, with the same
+        smoothing and number of steps. The ends are NaN for a single probe.
+        """
+        return self._interval(self.pdf_samples(x), level)
 
     def cdf(self, x: Tensor) -> Tensor:
         """Return the fraction of eigenvalues at or below each point."""
-        return self._cdf_samples(x).mean(0)
+        return self.cdf_samples(x).mean(0)
 
-    def cdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> tuple[Tensor, Tensor]:
-        """Return ``cdf`` minus and plus ``sigmas`` standard errors over probes."""
-        return _band(self._cdf_samples(x), sigmas)
+    def cdf_interval(self, x: Tensor, *, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return the ends of an interval for each point, as ``pdf_interval`` does, for ``cdf``."""
+        return self._interval(self.cdf_samples(x), level)
 
     def mass(self, low: float, high: float) -> float:
         """Return the fraction of eigenvalues in ``(low, high]``."""
@@ -60,12 +70,12 @@ class SampledDensity(ABC):
         ends = self.cdf(interval_ends(low, high))
         return float(ends[1] - ends[0])
 
-
-def _band(samples: Tensor, sigmas: float) -> tuple[Tensor, Tensor]:
-    """Return the mean over the first axis minus and plus ``sigmas`` standard errors."""
-    # NaN for a single probe, which has no standard error.
-    mean, error = samples.mean(0), stderr(samples)
-    return mean - sigmas * error, mean + sigmas * error
+    def _interval(self, samples: Tensor, level: float) -> tuple[Tensor, Tensor]:
+        """Return the ends of the interval of the mean over the first axis."""
+        about: Any = {"method": "mean over probes", "num_products": 0}
+        if not self._is_sampled:
+            return Estimate.exact(samples.mean(0), **about).interval(level)
+        return Estimate.of(samples, **about).interval(level)
 
 
 # ------------------------------------------------------------------------------------------
@@ -139,10 +149,14 @@ class DiscreteDensity(SampledDensity):
             f"negative mass {float(negative):.3g}"
         )
 
-    def _pdf_samples(self, x: Tensor) -> Tensor:
+    @property
+    def _is_sampled(self) -> bool:
+        return True
+
+    def pdf_samples(self, x: Tensor) -> Tensor:
         raise TypeError("a discrete density has no pdf: use .smoothed(width) first")
 
-    def _cdf_samples(self, x: Tensor) -> Tensor:
+    def cdf_samples(self, x: Tensor) -> Tensor:
         # Step functions: the sum of the weights of the nodes at or below x, one row per probe.
         x = as_points(x)
         order = self.nodes.argsort(1)
@@ -208,13 +222,17 @@ class SmoothedDensity(SampledDensity):
     def __str__(self) -> str:
         return f"{self.discrete}, smoothed by a Gaussian of width {self.width:.3g}"
 
-    def _pdf_samples(self, x: Tensor) -> Tensor:
+    @property
+    def _is_sampled(self) -> bool:
+        return True
+
+    def pdf_samples(self, x: Tensor) -> Tensor:
         def bell(z: Tensor) -> Tensor:
             return torch.exp(-0.5 * z * z) / (self.width * math.sqrt(2 * math.pi))
 
         return self._mixture(x, bell)
 
-    def _cdf_samples(self, x: Tensor) -> Tensor:
+    def cdf_samples(self, x: Tensor) -> Tensor:
         return self._mixture(x, torch.special.ndtr)
 
     def _mixture(self, x: Tensor, kernel: Callable[[Tensor], Tensor]) -> Tensor:
@@ -288,6 +306,10 @@ class PolynomialDensity(SampledDensity):
         name = f"PolynomialDensity of order {self.dimension:,}, width {self.width:.3g}"
         return f"{name}, from {self.moments}"
 
+    @property
+    def _is_sampled(self) -> bool:
+        return bool(self.moments.stderr.any())
+
     def _series(self, angles: Tensor) -> Tensor:
         """Return the bracket of the formula at ``t = cos(angle)``, one row per probe."""
         degrees = torch.arange(len(self.moments.mean), dtype=torch.float64)
@@ -301,7 +323,7 @@ class PolynomialDensity(SampledDensity):
         t = (2 * x - low - high) / (high - low)
         return torch.acos(t.clamp(-1.0, 1.0))
 
-    def _pdf_samples(self, x: Tensor) -> Tensor:
+    def pdf_samples(self, x: Tensor) -> Tensor:
         x = as_points(x)
         low, high = self.support
         angles = self._angles(x)
@@ -309,7 +331,7 @@ class PolynomialDensity(SampledDensity):
         values = self._series(angles).reshape(-1, *x.shape) * jacobian
         return torch.where((x > low) & (x < high), values, 0.0)
 
-    def _cdf_samples(self, x: Tensor) -> Tensor:
+    def cdf_samples(self, x: Tensor) -> Tensor:
         # T_j(cos a) = cos(j a) and dt / sqrt(1 - t^2) = -da: integrate cos(j a) from a = pi down.
         x = as_points(x)
         angles = self._angles(x).reshape(1, -1)
@@ -360,8 +382,8 @@ def density(
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
-        num_probes: Number of probes ``d``. The methods ``pdf_band`` and ``cdf_band`` of the result
-            return error bands from the differences between probes.
+        num_probes: Number of probes ``d``. The methods ``pdf_interval`` and ``cdf_interval`` of the
+            result return error bars from the differences between probes.
         num_steps: Number of steps ``m`` per probe, at most ``n``. Defaults to ``min(80, n)``.
         width: Standard deviation of the Gaussian; ``None`` for a discrete density.
         method: ``lanczos`` or ``kpm``.

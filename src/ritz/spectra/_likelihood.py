@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ritz._core.batches import as_tensor
 from ritz._core.blocks import column_dots, euclidean_norm, power_of_two
-from ritz._core.checks import check_choice, check_finite, check_tensor
+from ritz._core.checks import check_choice, check_finite, check_rtol, check_tensor
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
@@ -96,6 +96,8 @@ def log_likelihood(
     y = as_tensor(y)
     check_tensor("y", y, dtype=op.dtype, device=op.device, rows=op.shape[0], ndim=1)
     check_finite("y", y)
+    if rtol is not None:
+        check_rtol(rtol)
     parameters = op.parameters if isinstance(op, KernelOperator) else {}
     parameters = parameters | ({"y": y} if y.requires_grad else {})
     if isinstance(op, KernelOperator) and (method == "cholesky" or (method == "auto" and fits(op))):

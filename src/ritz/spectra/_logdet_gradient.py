@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ritz._core.blocks import power_of_two
-from ritz._core.checks import check_choice, check_count, check_range, check_type, is_below
+from ritz._core.checks import check_choice, check_count, check_rtol, check_type, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import draw_probes, resolve_generator
 from ritz._core.results import Estimate, Status
@@ -189,7 +189,7 @@ def logdet_gradient(
     """
     check_choice("method", method, get_args(GradientMethod))
     num_probes = check_count("num_probes", num_probes, low=2)
-    check_range("rtol", rtol, low=0.0, high=1.0)
+    check_rtol(rtol)
     max_steps = check_count("max_steps", max_steps)
     rank = check_count("rank", rank)
     generator = resolve_generator(generator)

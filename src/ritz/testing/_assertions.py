@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_type
+from ritz._core.checks import check_rtol, check_type
 from ritz._core.random import draw_probes, resolve_generator
 from ritz._core.results import Estimate
 from ritz.operators import LinearOperator, check_symmetric
@@ -31,10 +31,13 @@ def check_operator(
     """
     check_type("op", op, LinearOperator, "an operator, such as that of ritz.as_operator(matrix)")
     n = op.shape[0]
+    if rtol is None:
+        # Errors of n random terms add up as a random walk: eps sqrt(n), and a factor of 100.
+        rtol = 100 * n**0.5 * torch.finfo(op.dtype).eps
+    else:
+        check_rtol(rtol)
     block = draw_probes(op, 3, kind="gaussian", generator=resolve_generator(generator))
     before, product = block.clone(), op.matmat(block)
-    # Errors of n random terms add up as a random walk: eps sqrt(n), and a factor of 100.
-    rtol = 100 * n**0.5 * torch.finfo(op.dtype).eps if rtol is None else rtol
     atol = rtol * float(product.abs().max())
 
     def assert_same(left: Tensor, right: Tensor, name: str) -> None:

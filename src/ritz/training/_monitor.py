@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from ritz._core.batch_norm import BATCH_NORM_MODES, BatchNormMode
-from ritz._core.checks import check_choice, check_count, check_range, plain_fields
+from ritz._core.checks import check_choice, check_count, check_range, check_rtol, plain_fields
 from ritz._core.distributed import unwrapped
 from ritz._core.params import parameters
 from ritz._core.training_config import Unit
@@ -107,7 +107,7 @@ class CurvatureMonitor:
         check_choice("unit", self.unit, get_args(Unit))
         check_choice("matrix", self.matrix, MATRICES)
         check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
-        check_range("rtol", self.rtol, low=0.0)
+        check_rtol(self.rtol)
         check_range("epsilon", self.epsilon, low=0.0)
         check_count("num_probes", self.num_probes, low=2)
         if self.max_samples is not None:

@@ -13,7 +13,7 @@ from scipy.sparse import csc_array
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from scipy.sparse.linalg import splu
 
-from ritz._core.checks import check_choice, check_count, check_positive, check_range, is_below
+from ritz._core.checks import check_choice, check_count, check_positive, check_rtol, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
@@ -146,7 +146,8 @@ def logdet(
         floor: Positive lower bound of the eigenvalues, such as the noise variance of a Gaussian
             process. By default ``logdet`` looks for one; see above.
         rtol: Stop when the 95 % interval is within this fraction of the value. The status says
-            whether it is. Defaults to 1e-3 for ``auto``.
+            whether it is. Defaults to 1e-3 for ``auto``; a value without sampling is then
+            ``completed`` if its roundoff is above that.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
@@ -167,10 +168,11 @@ def logdet(
     if num_probes is not None:
         num_probes = check_count("num_probes", num_probes, low=2, high=num_products // 2)
     if rtol is not None:
-        check_range("rtol", rtol, low=0.0)
+        check_rtol(rtol)
     if floor is not None:
         check_positive("floor", floor)
     generator = resolve_generator(generator)
+    is_default = rtol is None
     if method == "auto":
         rtol = TUNING.rtol if rtol is None else rtol
         method = "cholesky" if is_small(op) else "auto"
@@ -184,7 +186,11 @@ def logdet(
         most = num_products // TUNING.search if op.shape[0] > num_products else 0
         known = certain_floor(op, most)
         budget, spent = budget.above(known), known.num_products
-    estimate = with_seed_and_status(_METHODS[method](op, budget), budget)
+    value = _METHODS[method](op, budget)
+    estimate = with_seed_and_status(value, budget)
+    # log det I = 0 is exact, but its roundoff is not below a default fraction of it.
+    if is_default and not value.degrees and not estimate.status.ok:
+        estimate = with_seed_and_status(value, replace(budget, rtol=None))
     estimate = replace(estimate, num_products=estimate.num_products + spent)
     if not isinstance(op, KernelOperator):
         return estimate

@@ -316,14 +316,16 @@ def _interval(ends: Bounds, budget: Budget, function: Function, eps: float) -> t
     low = ends.low - margin
     if floor is not None:  # one from the entries may be far below the spectrum
         low = max(low, floor) if budget.source else floor
+    high = ends.high + margin
     try:
-        function(torch.tensor([low], dtype=torch.float64))
+        # A series has no node at the pole of 1/x, so it would not show that it does not converge.
+        function(torch.tensor([low, min(max(low, 0.0), high)], dtype=torch.float64))
     except ValueError as error:
         raise ValueError(
             f"floor must be given: the bounds [{ends.low:.3g}, {ends.high:.3g}] of the spectrum "
             "reach beyond the domain of the function"
         ) from error
-    return low, ends.high + margin
+    return low, high
 
 
 def _regression(density: EntropicDensity, function: Function) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import scipy.sparse.linalg
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_range, is_below
+from ritz._core.checks import check_choice, check_count, check_rtol, is_below
 from ritz._core.distributed import Group
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
@@ -301,6 +301,7 @@ def bounds(
     """
     op = as_operator(op)
     check_choice("method", method, get_args(BoundsMethod))
+    check_rtol(rtol, low=torch.finfo(op.dtype).eps)
     discs = gershgorin(op) if method != "lanczos" else None
     if method == "gershgorin":
         if discs is None:
@@ -394,7 +395,7 @@ class _Goal:
         self.max_steps = max(2000, 200 * self.wanted) if max_steps is None else max_steps
         self.max_steps = check_count("max_steps", self.max_steps)
         self.rtol = eps**0.5 if rtol is None else rtol
-        check_range("rtol", self.rtol, low=eps, high=1.0)
+        check_rtol(self.rtol, low=eps)
         check_choice("certify", certify, get_args(Certificate))
         # For "bounds" or "norm" only the end values must be accurate, and no vectors.
         self.certify, self.ends = certify, ends

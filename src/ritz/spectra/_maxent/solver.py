@@ -13,6 +13,7 @@ from ritz._core.checks import (
     check_count,
     check_finite,
     check_interval,
+    check_positive,
     check_range,
     is_below,
 )
@@ -188,7 +189,7 @@ def maxent(
         0.5
     """
     vectors, deviations, support, change = _read(moments, basis, interval, stderr)
-    check_range("atol", atol, low=0.0)
+    check_positive("atol", atol, zero=True)
     max_steps = check_count("max_steps", max_steps)
     raw = torch.atleast_2d(vectors)
     m = raw.shape[1] - 1
