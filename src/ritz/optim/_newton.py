@@ -187,7 +187,7 @@ class LanczosNewton(MatrixOptimizer):
             for p in params:
                 rest[p] -= part @ rows[p]
         # 1 / (eta |lambda| + delta) inside the span, and 1 / delta orthogonal to it.
-        delta = float(group["delta"])
+        delta = check_setting("delta", group["delta"], zero=False)
         sizes = torch.tensor(group["ritz_values"], dtype=torch.float64).abs() * group["eta"] + delta
         inside = inside / sizes.to(inside)
         return {p: (rest[p] / delta + inside @ rows[p]).view_as(p) for p in grads}
