@@ -62,6 +62,21 @@ def newton_step(model, delta, *, eta=1.0):
     return -vectors @ ((vectors.T @ gradient) / (eta * values.abs() + delta))
 
 
+@pytest.mark.parametrize("kind", [LanczosNewton, HessianFree])
+@pytest.mark.parametrize("delta", [0.0, -1.0, float("nan")])
+def test_a_damping_that_a_schedule_has_made_invalid_is_named(kind, delta):
+    model = Quadratic([1.0, 2.0, 3.0])
+    optimizer = kind(model.parameters(), matrix="hessian")
+    advance(model, optimizer)
+    weights = model.w.detach().clone()
+    optimizer.param_groups[0]["delta"] = delta
+
+    with pytest.raises(ValueError, match="delta must be finite and above 0"):
+        advance(model, optimizer)
+
+    assert torch.equal(model.w, weights)
+
+
 class Scaled(nn.Module):
     """A linear model whose scale and shift are parameters without an axis."""
 

@@ -174,6 +174,7 @@ class LanczosNewton(MatrixOptimizer):
         would cancel for small :math:`\delta`.
         """
         group = self.param_groups[0]
+        check_setting("delta", group["delta"], zero=False)  # a schedule may have changed it
         params = [p for p in parameters(self) if "basis" in self.state.get(p, {})]
         rows = {p: _flat_rows(self.state[p]["basis"]) for p in params}
         # A parameter without a gradient has zeros here, since the basis is orthonormal over all
@@ -187,7 +188,7 @@ class LanczosNewton(MatrixOptimizer):
             for p in params:
                 rest[p] -= part @ rows[p]
         # 1 / (eta |lambda| + delta) inside the span, and 1 / delta orthogonal to it.
-        delta = check_setting("delta", group["delta"], zero=False)
+        delta = float(group["delta"])
         sizes = torch.tensor(group["ritz_values"], dtype=torch.float64).abs() * group["eta"] + delta
         inside = inside / sizes.to(inside)
         return {p: (rest[p] / delta + inside @ rows[p]).view_as(p) for p in grads}
