@@ -22,7 +22,8 @@ class KFACPreconditioner:
         KFACPreconditioner(optimizer, model, delta=0.1)
 
     The optimiser keeps the preconditioner alive. The damping is ``delta`` in its groups, and the
-    curvature is saved with its state. Before you load a state, create the preconditioner again.
+    curvature is saved with its state. Before you load a state, create the preconditioner again: a
+    copy or a pickle of the optimiser takes its plain steps.
 
     Args:
         optimizer: An optimiser of parameters of the model. Its ``step()`` must not need a closure,
