@@ -73,8 +73,8 @@ class Setting:
 
         return self.cycle(step)
 
-    def sgd(self, model, **options):
-        return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, **options)
+    def sgd(self, model, lr=RATE, **options):
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, **options)
 
     # ------------------------------------------------------------------------------------------
     # The jobs.
@@ -136,7 +136,11 @@ class Setting:
         if self.device == "cpu":  # it marks ranges for a profiler that builds for the CPU lack
             torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args: None
         model = self.model()
-        optimizer = self.sgd(model)
+        # Its EK-FAC leaves the gradients as they are, because it looks for an inverse, unless
+        # precondition() is called with use_inv=False. The step then rotates back without a
+        # transpose and diverges, so its weights do not move here.
+        ekfac = kind == "EkfacGradientMaker"
+        optimizer = self.sgd(model, lr=0.0 if ekfac else RATE)
         config = precondition.PreconditioningConfig(
             data_size=len(self.x), damping=DAMPING, ema_decay=0.05, curvature_upd_interval=10,
             preconditioner_upd_interval=100,
@@ -148,6 +152,8 @@ class Setting:
             outputs = maker.setup_model_call(model, self.x)
             maker.setup_loss_call(cross_entropy, outputs, self.y)
             maker.forward_and_backward()
+            if ekfac:
+                maker.precondition(use_inv=False)
             optimizer.step()
 
         return self.cycle(step)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy, mse_loss
 
+from ritz import data
 from ritz.curvature import Risk, kfac
 from ritz.optim import KFAC, GroupSchedule
 
@@ -415,6 +416,23 @@ def test_training_reduces_the_loss(kind, basis):
     for _ in range(15):
         take_step(model, optimizer, x, y)
     assert float(cross_entropy(model(x), y).detach()) < first / 2
+
+
+@pytest.mark.parametrize("kind", ["kfac", "ekfac"])
+def test_default_settings_train_a_network_on_digits(kind):
+    torch.manual_seed(0)
+    inputs, classes = data.load("digits").train.tensors()
+    inputs = ((inputs - inputs.mean()) / inputs.std()).flatten(1)
+    layers = nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    model = nn.Sequential(*layers)
+    optimizer = KFAC(model, kind=kind)
+
+    for _ in range(80):
+        some = torch.randint(len(classes), (64,))
+        take_step(model, optimizer, inputs[some], classes[some])
+
+    with torch.no_grad():
+        assert cross_entropy(model(inputs), classes) < 0.2
 
 
 def test_tracked_eigenbases_converge_to_those_of_eigh():

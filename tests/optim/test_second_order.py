@@ -62,6 +62,54 @@ def newton_step(model, delta, *, eta=1.0):
     return -vectors @ ((vectors.T @ gradient) / (eta * values.abs() + delta))
 
 
+@pytest.mark.parametrize("kind", [LanczosNewton, HessianFree])
+@pytest.mark.parametrize("delta", [0.0, -1.0, float("nan")])
+def test_a_damping_that_a_schedule_has_made_invalid_is_named(kind, delta):
+    model = Quadratic([1.0, 2.0, 3.0])
+    optimizer = kind(model.parameters(), matrix="hessian")
+    advance(model, optimizer)
+    weights = model.w.detach().clone()
+    optimizer.param_groups[0]["delta"] = delta
+
+    with pytest.raises(ValueError, match="delta must be finite and above 0"):
+        advance(model, optimizer)
+
+    assert torch.equal(model.w, weights)
+
+
+class Scaled(nn.Module):
+    """A linear model whose scale and shift are parameters without an axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.shift = nn.Parameter(torch.tensor(-0.2))
+
+    def forward(self, x):
+        return self.scale * self.linear(x) + self.shift
+
+
+def test_lanczos_newton_moves_parameters_without_an_axis():
+    torch.manual_seed(0)
+    model = Scaled().double()
+    batch = torch.randn(9, 3, dtype=torch.float64), torch.randn(9, 1, dtype=torch.float64)
+    optimizer = LanczosNewton(model.parameters(), lr=0.5, delta=0.3)
+
+    for _ in range(2):  # the second refresh begins from the basis of the first
+        risk = Risk(model, mse_loss, [batch])
+        values, vectors = torch.linalg.eigh(hessian(risk) @ torch.eye(5, dtype=torch.float64))
+        expected = risk.theta - 0.5 * vectors @ (
+            (vectors.T @ risk.gradient()) / (values.abs() + 0.3)
+        )
+        optimizer.update_curvature(risk)
+        optimizer.zero_grad()
+        mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+        torch.testing.assert_close(Risk(model, mse_loss, [batch]).theta, expected)
+
+
 SPECTRA = {
     "distinct": [0.1, 0.5, 1.0, 2.0, 5.0, 9.0],
     "repeated": [0.2, 0.2, 0.2, 3.0, 3.0, 7.0],

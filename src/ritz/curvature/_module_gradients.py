@@ -212,7 +212,7 @@ def squared_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
         if "weight" in call.chosen:
             add("weight", weight_squares(a, delta))
         if "bias" in call.chosen:
-            add("bias", _bias_gradients(delta).square().sum((0, 1)))
+            add("bias", _bias_squares(delta))
     return total
 
 
@@ -305,6 +305,16 @@ def _products(a: Tensor, delta: Tensor) -> Tensor:
 def _bias_gradients(delta: Tensor) -> Tensor:
     # For a single position a view, as sum() would copy.
     return delta[..., 0] if delta.shape[-1] == 1 else delta.sum(-1)
+
+
+def _bias_squares(delta: Tensor) -> Tensor:
+    """Return the sum of squares ``(groups, o)`` of per-sample gradients in the bias."""
+    total = delta.new_zeros(delta.shape[2:4])
+    # A few samples at a time, as new memory for all squares would cost more than computing them.
+    limit = TUNING.products if delta.device.type == "cpu" else None
+    for columns, part in chunks(delta, delta[0, 0].numel(), limit):
+        total += _bias_gradients(delta[columns, part]).square().sum((0, 1))
+    return total
 
 
 def weight_squares(a: Tensor, delta: Tensor) -> Tensor:

@@ -160,6 +160,7 @@ class HessianFree(MatrixOptimizer):
         # A parameter without a gradient has a zero gradient in the quadratic model.
         gradient = torch.cat([grads.get(p, torch.zeros_like(p)).reshape(-1) for p in params])
         group = self.param_groups[0]
+        check_setting("delta", group["delta"], zero=False)  # a schedule may have changed it
         delta = float(group["delta"])
         self._op = None  # the matrix is valid at these weights only
         try:

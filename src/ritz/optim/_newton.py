@@ -174,8 +174,9 @@ class LanczosNewton(MatrixOptimizer):
         would cancel for small :math:`\delta`.
         """
         group = self.param_groups[0]
+        check_setting("delta", group["delta"], zero=False)  # a schedule may have changed it
         params = [p for p in parameters(self) if "basis" in self.state.get(p, {})]
-        rows = {p: self.state[p]["basis"].flatten(1) for p in params}
+        rows = {p: _flat_rows(self.state[p]["basis"]) for p in params}
         # A parameter without a gradient has zeros here, since the basis is orthonormal over all
         # parameters together. It does not move.
         rest = {p: grads.get(p, torch.zeros_like(p)).detach().flatten().clone() for p in params}
@@ -208,9 +209,14 @@ class LanczosNewton(MatrixOptimizer):
             weights = torch.tensor(values, dtype=op.dtype, device=op.device).abs()
             # sum_i |lambda_i| u_i: the sharpest directions have the largest weights.
             start = torch.cat(
-                [weights @ self.state[p]["basis"].flatten(1) for p in params.values()]
+                [weights @ _flat_rows(self.state[p]["basis"]) for p in params.values()]
             )
         return None if start is None or not bool(start.any()) else start
+
+
+def _flat_rows(basis: Tensor) -> Tensor:
+    """Return a basis ``(k, *shape)`` as ``(k, n)``, also of a parameter that is a single number."""
+    return basis.flatten(1) if basis.ndim > 1 else basis.unsqueeze(1)
 
 
 def ritz_pairs(

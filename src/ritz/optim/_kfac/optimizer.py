@@ -28,7 +28,7 @@ class KFAC(Optimizer):
     second moment of its inputs, and :math:`S` that of the derivatives in its outputs. Hooks capture
     both in your forward and backward passes in train mode::
 
-        optimizer = ritz.optim.KFAC(model, lr=0.01, delta=0.01)
+        optimizer = ritz.optim.KFAC(model, lr=0.01, delta=0.1)
         for inputs, labels in loader:
             optimizer.zero_grad()
             cross_entropy(model(inputs), labels).backward()
@@ -60,7 +60,8 @@ class KFAC(Optimizer):
         lr: Learning rate :math:`\alpha`.
         delta: Damping :math:`\delta`, which a :class:`~ritz.optim.GroupSchedule` may change. Along
             directions without curvature the effective learning rate is :math:`\alpha / \delta`.
-            Start with a ratio of 1. A larger damping allows a larger learning rate.
+            Start with a ratio of 0.1. With a ratio of 1, four of five networks on digits and MNIST
+            diverged. A larger damping allows a larger learning rate.
         params: Parameters of the model or groups of them. Defaults to all that require a gradient.
         momentum: Momentum :math:`\rho`.
         weight_decay: Decay :math:`\lambda`.
@@ -109,7 +110,7 @@ class KFAC(Optimizer):
         self,
         model: nn.Module,
         lr: float | Tensor = 0.01,
-        delta: float = 0.01,
+        delta: float = 0.1,
         *,
         params: ParamsT | None = None,
         momentum: float = 0.9,

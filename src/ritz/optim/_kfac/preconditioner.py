@@ -19,10 +19,11 @@ class KFACPreconditioner:
     :class:`KFAC`. After the step the original gradients are restored::
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        KFACPreconditioner(optimizer, model, delta=0.01)
+        KFACPreconditioner(optimizer, model, delta=0.1)
 
     The optimiser keeps the preconditioner alive. The damping is ``delta`` in its groups, and the
-    curvature is saved with its state. Before you load a state, create the preconditioner again.
+    curvature is saved with its state. Before you load a state, create the preconditioner again: a
+    copy or a pickle of the optimiser takes its plain steps.
 
     Args:
         optimizer: An optimiser of parameters of the model. Its ``step()`` must not need a closure,
@@ -38,7 +39,7 @@ class KFACPreconditioner:
         self,
         optimizer: Optimizer,
         model: nn.Module,
-        delta: float = 0.01,
+        delta: float = 0.1,
         *,
         kl_clip: float | None = None,
         scaler: Any = None,
