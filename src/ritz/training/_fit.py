@@ -28,7 +28,7 @@ from ritz.training._evaluate import device_of
 from ritz.training._loop import Monitor, Run
 from ritz.training._optimizers import OptimizerChoice, optimizer_names
 from ritz.training._result import TrainingResult, TrainingStatus, history_of
-from ritz.training._writers import Writer
+from ritz.training._writers import Writer, check_writer
 
 
 def fit(
@@ -134,6 +134,7 @@ def fit(
     started = time.perf_counter()
     check_type("model", model, nn.Module, "a torch.nn.Module")
     check_type("monitors", monitors, Iterable, "a list of monitors")
+    check_writer(writer)
     named = {"optimizer": optimizer, "schedule": schedule}
     texts = {name: choice for name, choice in named.items() if isinstance(choice, str)}
     config = _with_preset(combine(config, options | texts))

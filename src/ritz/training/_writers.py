@@ -13,6 +13,15 @@ class Writer(Protocol):
         """Receive one number."""
 
 
+def check_writer(writer: Any) -> None:
+    """Raise unless ``writer`` has the method of a :class:`Writer`, or is ``None``."""
+    if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+        raise TypeError(
+            "writer must have a method add_scalar, such as a SummaryWriter of TensorBoard, a "
+            f"WandbWriter or an MlflowWriter; got {type(writer).__name__}"
+        )
+
+
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a record, without its lists and texts."""
     numbers = {name: value for name, value in record.items() if type(value) is float}
