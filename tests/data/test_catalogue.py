@@ -68,7 +68,7 @@ def test_the_folder_defaults_to_the_environment_variable(mnist_folder, monkeypat
     message = "^the environment variable RITZ_DATA must name an existing folder, got 'nowhere'"
     with pytest.raises(FileNotFoundError, match=message):
         data.load("mnist")
-    with pytest.raises(FileNotFoundError, match="^data_dir must be an existing folder, got 'else"):
+    with pytest.raises(FileNotFoundError, match=r"^data_dir must be an existing folder, got 'else"):
         data.load("mnist", data_dir="elsewhere")
     assert len(data.load("digits").train)
 

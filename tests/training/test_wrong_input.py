@@ -97,7 +97,7 @@ def test_wrong_kinds_are_named(change, message):
 
 
 def test_a_monitor_refuses_a_writer_without_its_method():
-    with pytest.raises(TypeError, match="writer must have a method add_scalar.*; got str"):
+    with pytest.raises(TypeError, match=r"writer must have a method add_scalar.*; got str"):
         CurvatureMonitor(samples(), writer="logs")
 
 
