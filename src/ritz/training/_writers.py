@@ -3,7 +3,12 @@
 import math
 import re
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, Protocol, final
+
+from torch import Tensor
+
+PLACE = ("epoch", "step")  # entries of a record that say where in the run it was made
 
 
 class Writer(Protocol):
@@ -23,9 +28,14 @@ def check_writer(writer: Any) -> None:
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a record, without its lists and texts."""
-    numbers = {name: value for name, value in record.items() if type(value) is float}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    """Return the finite numbers of a record, without its lists and texts and where it was made."""
+    numbers = {}
+    for name, value in record.items():
+        # User-defined quantities and monitors return numbers of Python, NumPy or torch.
+        number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+        if name not in PLACE and isinstance(number, Real) and not isinstance(number, bool):
+            numbers[name] = float(number)
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
 def write_scalars(writer: Writer, record: Mapping[str, Any], count: int) -> None:
