@@ -113,6 +113,16 @@ def test_a_bad_sweep_is_refused_in_one_line(here, tmp_path, refused, arguments, 
     assert line in refused(*usual, *arguments)
 
 
+def test_an_error_names_the_folder_of_a_run_as_it_is(here, tmp_path, refused):
+    damaged = tmp_path / "sweep" / "lr=0.1,batch_size=8,seed=0" / "checkpoint.safetensors"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"damaged")
+
+    usual = ["sweep", *OWN, *SMALL, "--out", tmp_path / "sweep", "--jobs", "1", "--json"]
+    grid = ["--grid", "lr=0.1", "--grid", "batch-size=8"]
+    assert f"{damaged} is truncated" in refused(*usual, *grid)
+
+
 def test_a_sweep_in_several_processes_is_refused(here, tmp_path, refused, monkeypatch):
     monkeypatch.setattr("ritz.training._sweep.world_size", lambda: 2)
     assert "leave out torchrun" in refused("sweep", *OWN, "--out", tmp_path / "sweep", *RATES)

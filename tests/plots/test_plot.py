@@ -191,6 +191,18 @@ def test_every_result_has_a_plot(name, tmp_path):
     assert drawn
 
 
+def test_a_full_disk_is_an_error_that_names_the_figure(tmp_path, monkeypatch):
+    figure = plots.plot(ritz.lanczos(symmetric(), num_steps=3))
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(figure, "savefig", full)
+    with pytest.raises(OSError, match=r"cannot write .*plot\.png: No space left on device$"):
+        plots.save_figure(figure, tmp_path / "plot.png")
+    assert not list(tmp_path.iterdir())
+
+
 def test_titles_of_a_landscape_stay_within_the_figure():
     names = ("largest", "smallest", "smallest magnitude")
     directions = {name: torch.ones(53) for name in names}

@@ -180,13 +180,13 @@ def fit(
 def _check_monitors(monitors: Any) -> list[Monitor]:
     """Return the monitors as a list; raise if one of them cannot be called."""
     check_type("monitors", monitors, Iterable, "a list of monitors")
-    monitors = [monitors] if isinstance(monitors, str) else list(monitors)
-    for monitor in monitors:
+    entries: list[Any] = [monitors] if isinstance(monitors, str) else list(monitors)
+    for monitor in entries:
         # A class can be called too, but not as a monitor.
         if isinstance(monitor, type) or not callable(monitor):
             kind = f"the class {monitor.__name__}" if isinstance(monitor, type) else repr(monitor)
             raise TypeError(f"monitors must be callable as (count, model, optimizer), got {kind}")
-    return monitors
+    return entries
 
 
 def _classes(optimizer: Any, schedule: Any) -> dict[str, str]:
