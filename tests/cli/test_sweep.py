@@ -35,13 +35,20 @@ def test_a_sweep_leaves_runs_a_result_and_a_picture(here, tmp_path, capsys):
     log = read_log(folder / runs[3] / "log.jsonl")
     assert log[0]["test_loss"] == float(table.metrics["test_loss"][1, 0, 1])
 
-    assert ritz("plot", folder / "sweep.safetensors") == 0
+    (folder / "sweep.png").unlink()
+    assert ritz("plot", folder) == 0
+    assert (folder / "sweep.png").stat().st_size > 5000
     assert ritz("spectrum", folder / runs[0], *OWN, "--steps", "3", "--json") == 0
     capsys.readouterr()
     assert ritz(*usual, *RATES, "--grid", "model.width=4", "--watch", "1") == 0
     again, err = capsys.readouterr()
     assert again == out
     assert "4 done before" in err
+
+    # As if the sweep had been killed.
+    (folder / "sweep.safetensors").unlink()
+    assert ritz("plot", folder) == 2
+    assert "which ritz sweep writes at its end: resume the sweep" in capsys.readouterr().err
 
 
 def test_the_result_as_json(here, tmp_path, capsys):
@@ -92,7 +99,11 @@ def test_values_are_numbers_words_and_lists():
         (["--seeds", "two"], "--seeds takes whole numbers such as 8,64, got 'two'"),
         (["--seeds", "1,2", "--seed", "3"], "--seed must not be given with a list of seeds"),
         (["--grid", "model=own_model:net,own_model:none"], "own_model has no function 'none'"),
-        (["--grid", "model.depth=3"], "unexpected keyword argument 'depth'"),
+        # Without advice on --set-model, which would not help here.
+        (
+            ["--grid", "model.depth=3"],
+            "unexpected keyword argument 'depth'; it takes num_classes, width\n",
+        ),
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--quantity", "trace"], "--quantity trace needs --watch: add --watch 1"),
     ],
@@ -100,6 +111,16 @@ def test_values_are_numbers_words_and_lists():
 def test_a_bad_sweep_is_refused_in_one_line(here, tmp_path, refused, arguments, line):
     usual = ["sweep", *OWN, *SMALL, "--out", tmp_path / "sweep", "--jobs", "1"]
     assert line in refused(*usual, *arguments)
+
+
+def test_an_error_names_the_folder_of_a_run_as_it_is(here, tmp_path, refused):
+    damaged = tmp_path / "sweep" / "lr=0.1,batch_size=8,seed=0" / "checkpoint.safetensors"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"damaged")
+
+    usual = ["sweep", *OWN, *SMALL, "--out", tmp_path / "sweep", "--jobs", "1", "--json"]
+    grid = ["--grid", "lr=0.1", "--grid", "batch-size=8"]
+    assert f"{damaged} is truncated" in refused(*usual, *grid)
 
 
 def test_a_sweep_in_several_processes_is_refused(here, tmp_path, refused, monkeypatch):

@@ -62,6 +62,14 @@ def test_the_folder_defaults_to_the_environment_variable(mnist_folder, monkeypat
     message = "data_dir must be an existing folder, got 'nowhere'"
     with pytest.raises(FileNotFoundError, match=message):
         data.load("mnist", data_dir="nowhere")
+    # A fault of the variable is not one of the argument.
+    monkeypatch.setenv("RITZ_DATA", "nowhere")
+    message = "^the environment variable RITZ_DATA must name an existing folder, got 'nowhere'"
+    with pytest.raises(FileNotFoundError, match=message):
+        data.load("mnist")
+    with pytest.raises(FileNotFoundError, match=r"^data_dir must be an existing folder, got 'else"):
+        data.load("mnist", data_dir="elsewhere")
+    assert len(data.load("digits").train)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "text")])

@@ -39,12 +39,12 @@ def trained():
     return training.fit(model, data, num_epochs=3, batch_size=6, test=data)
 
 
-def small_sweep(grid):
+def small_sweep(grid, seeds=2):
     def model():
         return nn.Linear(3, 2)
 
     x = torch.arange(24.0).view(8, 3) / 24
-    return training.sweep(model, (x, (x[:, 0] > 0.5).long()), grid, seeds=2, num_epochs=1)
+    return training.sweep(model, (x, (x[:, 0] > 0.5).long()), grid, seeds=seeds, num_epochs=1)
 
 
 def ring():
@@ -154,6 +154,8 @@ RESULTS = {
     "sweep": (lambda: small_sweep({"lr": [0.01, 0.1], "optimizer": ["sgd", "adam"]}),
               (2, "learning rate", "2 runs (dots) and their mean")),
     "sweep of words": (lambda: small_sweep({"optimizer": ["sgd", "adam"]}), (2, "optimizer", None)),
+    "sweep of one seed": (lambda: small_sweep({"lr": [0.01, 0.1]}, 1), (2, "learning rate", "")),
+    "sweep of one run": (lambda: small_sweep({}, 1), (2, "1 run", "")),
     "sweep of seeds": (lambda: small_sweep({}), (2, "2 runs", None)),
     "norms of layers": (lambda: optim.weight_norms(nn.Linear(3, 2)), (1, "norm", "")),
     "distances of layers": (lambda: curvature.distance(network(), torch.zeros(53)),
@@ -187,6 +189,18 @@ def test_every_result_has_a_plot(name, tmp_path):
         assert first.get_title("left") == title
     drawn = [*first.lines, *first.collections, *first.images, *first.containers]
     assert drawn
+
+
+def test_a_full_disk_is_an_error_that_names_the_figure(tmp_path, monkeypatch):
+    figure = plots.plot(ritz.lanczos(symmetric(), num_steps=3))
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(figure, "savefig", full)
+    with pytest.raises(OSError, match=r"cannot write .*plot\.png: No space left on device$"):
+        plots.save_figure(figure, tmp_path / "plot.png")
+    assert not list(tmp_path.iterdir())
 
 
 def test_titles_of_a_landscape_stay_within_the_figure():

@@ -388,6 +388,16 @@ def test_every_quantity_of_a_log_has_a_panel():
     np.testing.assert_allclose(image.get_array(), np.log10([[1, 2], [3, 4]]))
 
 
+def test_edges_of_several_runs_have_the_name_and_colour_of_their_run():
+    figure = plots.watched({"a": watched_log(), "b": watched_log()}, names=["lambda_max"])
+    (ax,) = figure.axes
+    assert legend(ax) == ["a", "a, edge of stability", "b", "b, edge of stability"]
+    first, first_edge, second, second_edge = ax.get_lines()
+    assert first.get_color() == first_edge.get_color()
+    assert second.get_color() == second_edge.get_color()
+    assert first.get_color() != second.get_color()
+
+
 def test_several_runs_share_the_panel_of_a_number():
     figure = plots.watched({"a": watched_log(), "b": watched_log()}, names=["trace"])
     (ax,) = figure.axes

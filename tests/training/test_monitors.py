@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from ritz.training import (
     quantity_names,
     read_log,
     read_weights,
+    sweep,
 )
 from ritz.training._data import DataParts
 from ritz.training._quantities import QUANTITIES
@@ -74,6 +76,24 @@ class Writer:
 
     def add_scalar(self, tag, scalar_value, global_step):
         self.told.append((tag, global_step))
+
+
+@pytest.mark.parametrize(
+    "number", [3, np.float32(3.0), np.int64(3), torch.tensor(3.0), torch.tensor(3)]
+)
+def test_every_kind_of_number_of_a_monitor_reaches_the_writer_and_sweeps(number):
+    writer = Writer()
+
+    def monitor(count, model, optimizer):
+        return {"depth": number, "text": "a", "flag": True, "list": [1.0]}
+
+    fit(network(), samples(), num_epochs=1, batch_size=48, monitors=(m for m in [monitor]),
+        writer=writer)  # fmt: skip
+    result = sweep(network, samples(), {}, seeds=1, num_epochs=1, monitors=[monitor])
+
+    assert [tag for tag, _ in writer.told if tag.startswith("curvature/")] == ["curvature/depth"]
+    assert float(result.metrics["depth"]) == 3.0
+    assert not {"flag", "epoch", "step"} & result.metrics.keys()
 
 
 def test_a_user_defined_loop_is_monitored_and_unchanged(tmp_path):

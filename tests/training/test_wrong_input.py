@@ -86,6 +86,10 @@ def test_wrong_values_are_named(change, message):
         ({"schedule": StepLR}, "schedule must be a scheduler, got the class StepLR"),
         ({"config": {"num_epochs": 2}}, "config must be a ritz.training.TrainingConfig, got dict"),
         ({"monitors": CurvatureMonitor(samples())}, "monitors must be a list of monitors, got Cur"),
+        ({"monitors": [CurvatureMonitor]}, "monitors must be .*got the class CurvatureMonitor"),
+        ({"monitors": "trace"}, r"callable as \(count, model, optimizer\), got 'trace'"),
+        ({"monitors": [lambda *_: 3]}, "the result of a monitor must be a dictionary or None"),
+        ({"writer": "logs"}, "writer must have a method add_scalar, such as a Summ.*; got str"),
         ({"optimizer": 3}, "optimizer must be a name, a torch optimiser or a function"),
         ({"optimizer": lambda params: list(params)}, "optimizer must be a name"),
     ],
@@ -93,6 +97,11 @@ def test_wrong_values_are_named(change, message):
 def test_wrong_kinds_are_named(change, message):
     with pytest.raises(TypeError, match=message):
         fit(network(), samples(), **(GOOD | change))
+
+
+def test_a_monitor_refuses_a_writer_without_its_method():
+    with pytest.raises(TypeError, match=r"writer must have a method add_scalar.*; got str"):
+        CurvatureMonitor(samples(), writer="logs")
 
 
 def test_fit_takes_a_model_and_sweep_a_function_that_makes_models():

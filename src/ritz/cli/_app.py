@@ -132,9 +132,10 @@ def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
             # "weights=False (--no-weights)", "num_steps must be ...", "give seed=1", "average_from"
             text = re.sub(rf"\b{name}(=\S+)? \((?P<flag>--[^)]+)\)", r"\g<flag>", text)
             text = re.sub(rf"^{name}(?= )|\b{name}=True\b", flag, text)
-            text = re.sub(rf"\b{name}=(?=\S)", f"{flag} ", text)
+            # After a slash or a comma it is part of the folder of a run: sweep/lr=0.1,seed=0.
+            text = re.sub(rf"(?<![/,])\b{name}=(?=\S)", f"{flag} ", text)
             if "_" in parameter.name:  # others may be words of the sentence
-                text = re.sub(rf"(?<!['\w]){name}\b", flag, text)
+                text = re.sub(rf"(?<!['\w/,]){name}\b", flag, text)
     text = "".join([text, *names])
     return text if isinstance(error, BAD_INPUT) and text else f"{type(error).__name__}: {text}"
 

@@ -162,8 +162,9 @@ def _call(kind: str, target: str, known: Mapping[str, Any], options: Mapping[str
         signature.bind(**keywords)
     except TypeError as error:
         names = ", ".join(signature.parameters) or "none"
-        raise ValueError(f"{target!r}: {error}; it takes {names}: give them with --set-{kind} "
-                         "NAME=VALUE") from error  # fmt: skip
+        # The name of an unknown option came from --set-model or from the grid of a sweep.
+        advice = str(error).startswith("missing") * f": give them with --set-{kind} NAME=VALUE"
+        raise ValueError(f"{target!r}: {error}; it takes {names}{advice}") from error
     try:
         return factory(**keywords)
     except Exception as error:

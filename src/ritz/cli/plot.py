@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ritz
 from ritz.cli._options import PrintOptions, examples, option
 from ritz.cli._output import print_result
+from ritz.cli.sweep import RESULT as SWEEP
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 EPILOG = examples(
     "ritz plot runs/digits",
     "ritz plot runs/sgd runs/gadamx --out accuracy.pdf",
+    "ritz plot sweeps/rates",
     "ritz plot spectrum-hessian.safetensors spectrum-ggn.safetensors",
     "ritz plot runs/digits --what curvature --out sharpness.svg",
 )
@@ -25,8 +27,8 @@ class Options(PrintOptions):
 
     # fmt: off
     files: list[Path] = option(
-        MISSING, "Results, logs or run folders. Several spectra, or several logs, are drawn in one "
-        "figure.",
+        MISSING, "Results, logs, or folders of runs or of a sweep. Several spectra, or several "
+        "logs, are drawn in one figure.",
         metavar="FILE", argument=True)
     what: str = option(
         "auto", "What to draw of a training log: loss and accuracy (curves), everything that ritz "
@@ -44,13 +46,7 @@ def command(options: Options) -> None:
     from ritz.training._shared import LOG
 
     what = options.what
-    paths = [path / LOG if path.is_dir() else path for path in options.files]
-    for path in paths:
-        if not path.is_file():
-            missing = f"no log in {path.parent}: it has no {LOG}, which ritz train writes"
-            raise FileNotFoundError(missing if path.parent in options.files else
-                                    f"no such file or folder: {path}")  # fmt: skip
-    # A folder stands for its log.
+    paths = [_file_of(path) for path in options.files]
     logs = [path for path in paths if path.suffix == ".jsonl"]
     # A run that was watched has two pictures.
     parts = _parts(logs, what)
@@ -75,6 +71,27 @@ def command(options: Options) -> None:
     for part, file in zip(parts, files, strict=True):
         ritz.plots.save_figure(_draw_logs(runs, part), file)
     print_result(None, files, as_json=options.json, text=_more(runs, what))
+
+
+def _file_of(path: Path) -> Path:
+    """Return the file that a path stands for: a folder for its log, or for that of its sweep."""
+    from ritz.training._shared import LOG
+
+    if not path.is_dir():
+        if not path.is_file():
+            raise FileNotFoundError(f"no such file or folder: {path}")
+        return path
+    for file in (path / LOG, path / SWEEP):
+        if file.is_file():
+            return file
+    # A sweep that was killed has runs, but no result yet.
+    runs = any(path.glob(f"*/{LOG}"))
+    raise FileNotFoundError(
+        f"no {SWEEP} in {path}, which ritz sweep writes at its end: resume the sweep by the same "
+        "command, or draw the folders of its runs"
+        if runs
+        else f"no log in {path}: it has no {LOG}, which ritz train writes"
+    )
 
 
 def _parts(logs: list[Path], what: str) -> list[str]:

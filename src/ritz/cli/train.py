@@ -30,6 +30,8 @@ EPILOG = shared.examples(
     "is (inputs, targets), a torch dataset, a DataLoader or a list of batches.",
     "ritz train --model vgg16_bn --data cifar10 --preset noisy_sgd/vgg16_bn/cifar10 --out runs/lb",
     "If the command is interrupted, run it again. It resumes from the last checkpoint.",
+    "While other programs use the cores, training on the CPU is much slower with several threads. "
+    "Then start the command with OMP_NUM_THREADS=1, and resume it with the same number.",
 )
 # Panel of --help.
 WATCHING = "Curvature during training"

@@ -57,7 +57,17 @@ def load(
         raise TypeError(f"data set {name}: {error}; its options are {known}") from error
     target = check_device(device)
     folder = data_dir if data_dir is not None else os.environ.get("RITZ_DATA") or None
-    data: ImageData | TextData = reader(folder and Path(folder).expanduser(), **options)
+    root = Path(folder).expanduser() if folder else None
+    try:
+        data: ImageData | TextData = reader(root, **options)
+    except FileNotFoundError as error:
+        # Readers do not know that the folder is that of the environment.
+        if data_dir is not None or root is None or root.is_dir():
+            raise
+        raise FileNotFoundError(
+            f"the environment variable RITZ_DATA must name an existing folder, got {folder!r}; "
+            "correct it, or pass data_dir"
+        ) from error
     return data.to(target)
 
 

@@ -175,7 +175,10 @@ def _line(
     beside = {"lambda_max": "threshold", "preconditioned_lambda_max": "preconditioned_threshold"}
     if (bound := beside.get(name)) and _has(records, bound):
         edge = arrays.curvature_points(records, bound)
-        style.line(ax, edge.x, edge.y, STYLE.vermilion, "edge of stability", linestyle="--")
+        # With several runs, each edge has the colour and the name of its run.
+        tint = colour if label else STYLE.vermilion
+        text = f"{label}, edge of stability" if label else "edge of stability"
+        style.line(ax, edge.x, edge.y, tint, text, linestyle="--")
         return np.concatenate([y, style.drawable(edge.y)])
     return y
 

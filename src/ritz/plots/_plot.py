@@ -53,8 +53,14 @@ def save_figure(figure: "Figure", path: str | os.PathLike[str], *, dpi: int = ST
     kind = target.suffix.lower()
     # SVG element ids are random without a salt; fonttype 42 embeds fonts, so text stays text.
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "ritz", "pdf.fonttype": 42}
-    with mpl.rc_context(style), atomic_path(target) as temporary:
-        figure.savefig(temporary, format=kind[1:], dpi=dpi, metadata=METADATA[kind])
+    try:
+        with mpl.rc_context(style), atomic_path(target) as temporary:
+            figure.savefig(temporary, format=kind[1:], dpi=dpi, metadata=METADATA[kind])
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # On a full disk the error does not name the file.
+        raise OSError(f"cannot write {target}: {error.strerror or error}") from error
     return target
 
 

@@ -159,7 +159,8 @@ def _(result: Any) -> "Figure":
     figure, axes = style.panels(1, len(names), width=4.6, height=3.4)
     for ax, name in zip(axes, names, strict=True):
         _draw_metric(ax, result, name)
-    style.set_title(axes[0], f"{len(result.seeds)} runs (dots) and their mean")
+    if len(result.seeds) > 1:
+        style.set_title(axes[0], f"{len(result.seeds)} runs (dots) and their mean")
     if len(axes) > 1 and axes[0].get_legend() is not None:
         style.share_legend(figure)
     return figure
@@ -221,7 +222,8 @@ def _places(values: list[Any]) -> Any:
 def _name_places(ax: "Axes", result: Any, along: int | None, places: Any) -> None:
     if along is None:
         ax.set_xticks([])
-        ax.set_xlabel(f"{len(result.seeds)} runs")
+        count = len(result.seeds)
+        ax.set_xlabel(f"{count} run{'s' * (count > 1)}")
         return
     option, values = list(result.grid.items())[along]
     if _numeric(values) and style.spans_decade(places):

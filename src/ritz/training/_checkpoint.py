@@ -361,7 +361,8 @@ class Generators:
         if count != len(self.loaders):
             raise ValueError(
                 f"the loaders of the run had {count} generators at its start, got "
-                f"{len(self.loaders)}: pass the same loaders, or start again with resume=False"
+                f"{len(self.loaders)}: pass the same loaders, or start again with resume=False "
+                "(--restart)"
             )
         for name, rows in states.items():
             if len(rows) != world_size():

@@ -28,7 +28,7 @@ from ritz.training._evaluate import device_of
 from ritz.training._loop import Monitor, Run
 from ritz.training._optimizers import OptimizerChoice, optimizer_names
 from ritz.training._result import TrainingResult, TrainingStatus, history_of
-from ritz.training._writers import Writer
+from ritz.training._writers import Writer, check_writer
 
 
 def fit(
@@ -133,7 +133,8 @@ def fit(
     """
     started = time.perf_counter()
     check_type("model", model, nn.Module, "a torch.nn.Module")
-    check_type("monitors", monitors, Iterable, "a list of monitors")
+    monitors = _check_monitors(monitors)
+    check_writer(writer)
     named = {"optimizer": optimizer, "schedule": schedule}
     texts = {name: choice for name, choice in named.items() if isinstance(choice, str)}
     config = _with_preset(combine(config, options | texts))
@@ -174,6 +175,18 @@ def fit(
             status = run.train(progress)
     seconds = time.perf_counter() - started
     return _result(run, status, checkpoint=checkpoint, seconds=seconds)
+
+
+def _check_monitors(monitors: Any) -> list[Monitor]:
+    """Return the monitors as a list; raise if one of them cannot be called."""
+    check_type("monitors", monitors, Iterable, "a list of monitors")
+    entries: list[Any] = [monitors] if isinstance(monitors, str) else list(monitors)
+    for monitor in entries:
+        # A class can be called too, but not as a monitor.
+        if isinstance(monitor, type) or not callable(monitor):
+            kind = f"the class {monitor.__name__}" if isinstance(monitor, type) else repr(monitor)
+            raise TypeError(f"monitors must be callable as (count, model, optimizer), got {kind}")
+    return entries
 
 
 def _classes(optimizer: Any, schedule: Any) -> dict[str, str]:

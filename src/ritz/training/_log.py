@@ -40,7 +40,8 @@ class Log:
         if present < size:
             raise ValueError(
                 f"the log {self.path} has {present} bytes, fewer than the {size} at the time of "
-                "the checkpoint: pass the log of this run, or start again with resume=False"
+                "the checkpoint: pass the log of this run, or start again with resume=False "
+                "(--restart)"
             )
         with self._writing():
             self._file = open_file(self.path, os.O_WRONLY | os.O_APPEND)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ritz._core.batches import num_rows
+from ritz._core.checks import check_type
 from ritz._core.distributed import all_max, gather_by_process, rank, world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.training_config import TrainingConfig, check_same
@@ -474,6 +475,7 @@ class Run:
                 continue
             record = monitor(count, self.model, self.optimizer)
             if record is not None:
+                check_type("the result of a monitor", record, Mapping, "a dictionary or None")
                 # A step belongs to the current epoch, which is not yet counted.
                 number = self.state.epoch + (unit == "step")
                 # A monitor with a writer has already written the record there.

@@ -21,7 +21,7 @@ from ritz.training._checkpoint import FilePath
 from ritz.training._log import Log, Record
 from ritz.training._quantities import QUANTITIES, USUAL, total_cost
 from ritz.training._snapshot import Memory, Snapshot
-from ritz.training._writers import Writer, write_scalars
+from ritz.training._writers import Writer, check_writer, write_scalars
 
 
 @final
@@ -110,6 +110,7 @@ class CurvatureMonitor:
         check_rtol(self.rtol)
         check_range("epsilon", self.epsilon, low=0.0)
         check_count("num_probes", self.num_probes, low=2)
+        check_writer(self.writer)
         if self.max_samples is not None:
             check_count("max_samples", self.max_samples)
         check_count("num_bins", self.num_bins, low=4)

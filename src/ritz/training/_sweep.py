@@ -42,6 +42,7 @@ from ritz.training._jobs import Compute, run_tasks
 from ritz.training._log import LOG, read_log
 from ritz.training._optimizers import create_optimizer
 from ritz.training._result import TrainingResult, TrainingStatus
+from ritz.training._writers import scalars
 
 # Prefixes of settings that are not fields of TrainingConfig.
 GROUPS = ("optimizer", "model", "data")
@@ -513,11 +514,7 @@ def outcome(result: TrainingResult) -> Outcome:
     # The last record of each quantity counts, as it does for the metrics of epochs.
     for record in read_log(result.log) if result.log is not None else ():
         if record["kind"] == "curvature":
-            metrics |= {
-                name: value
-                for name, value in record.items()
-                if isinstance(value, float) and name not in ("epoch", "step")
-            }
+            metrics |= scalars(record)
     return metrics, result.status
 
 

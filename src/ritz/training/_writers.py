@@ -3,7 +3,12 @@
 import math
 import re
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, Protocol, final
+
+from torch import Tensor
+
+PLACE = ("epoch", "step")  # entries of a record that say where in the run it was made
 
 
 class Writer(Protocol):
@@ -13,10 +18,24 @@ class Writer(Protocol):
         """Receive one number."""
 
 
+def check_writer(writer: Any) -> None:
+    """Raise unless ``writer`` has the method of a :class:`Writer`, or is ``None``."""
+    if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+        raise TypeError(
+            "writer must have a method add_scalar, such as a SummaryWriter of TensorBoard, a "
+            f"WandbWriter or an MlflowWriter; got {type(writer).__name__}"
+        )
+
+
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a record, without its lists and texts."""
-    numbers = {name: value for name, value in record.items() if type(value) is float}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    """Return the finite numbers of a record, without its lists and texts and where it was made."""
+    numbers = {}
+    for name, value in record.items():
+        # User-defined quantities and monitors return numbers of Python, NumPy or torch.
+        number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+        if name not in PLACE and isinstance(number, Real) and not isinstance(number, bool):
+            numbers[name] = float(number)
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
 def write_scalars(writer: Writer, record: Mapping[str, Any], count: int) -> None:
