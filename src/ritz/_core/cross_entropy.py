@@ -109,11 +109,13 @@ class _Terms(torch.autograd.Function):
 
     @staticmethod
     def forward(outputs: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = outputs.log_softmax(1)
-        others = log_p.exp().scatter_(1, label, 0.0)
+        p = outputs.softmax(1)
+        # log p_y = f_y - f_m + log p_m, with the likeliest class m
+        likeliest = outputs.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()
+        log_p_y = outputs.gather(1, label) - likeliest
         # p_y - 1 = -sum_{k != y} p_k, which does not cancel
+        others = p.scatter_(1, label, 0.0)
         slope = others.sum(1, keepdim=True).neg_()
-        log_p_y = log_p.gather(1, label)
         # log p_y = log(1 + (p_y - 1)) keeps its digits if the label is likely.
         terms = torch.where(slope > -0.5, slope.log1p(), log_p_y).neg_()
         return terms.squeeze(1), others.scatter_(1, label, slope)

@@ -69,11 +69,7 @@ class KnownLoss:
             # Not mse_loss: its backward pass has no forward-mode derivative in torch.
             return (outputs - target).square().mean()
         if self.kind == "binary_cross_entropy":
-            # -y log sigmoid(f) - (1 - y) log sigmoid(-f). In that of torch, sigmoid(f) - y cancels.
-            terms = (
-                functional.softplus(sign * outputs, threshold=ENTROPY.threshold) for sign in (-1, 1)
-            )
-            return (target * next(terms) + (1 - target) * next(terms)).mean()
+            return binary_terms(outputs, target).mean()
         return mean_entropy(outputs, target, self)
 
     def hessian(self, outputs: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
@@ -270,6 +266,15 @@ def check_log_probabilities(loss_fn: Any, outputs: Any) -> None:
                 f"sum to 1 with an error of {total:.2g}: add nn.LogSoftmax(1), or use "
                 "nn.CrossEntropyLoss"
             )
+
+
+def binary_terms(outputs: Tensor, target: Tensor, positive: Tensor | float = 1.0) -> Tensor:
+    """Return the binary cross-entropy of each output. ``positive`` weights the label 1."""
+    # -y log sigmoid(f) - (1 - y) log sigmoid(-f). In that of torch, sigmoid(f) - y cancels.
+    negative, plain = (
+        functional.softplus(sign * outputs, threshold=ENTROPY.threshold) for sign in (-1, 1)
+    )
+    return positive * target * negative + (1 - target) * plain
 
 
 def mean_entropy(outputs: Tensor, target: Tensor, loss: KnownLoss) -> Tensor:

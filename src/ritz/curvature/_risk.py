@@ -625,11 +625,14 @@ def _inspect_first_batch(risk: Risk) -> Any:
             except (RuntimeError, IndexError) as error:  # the shape or dtype of the inputs
                 error.args = (inputs_error(index, batch, risk.theta.dtype, error),)
                 raise
+            known = known_loss(risk.loss_fn)
+            if known is None and risk.loss_fn is not None:
+                with noted:  # a user-defined loss may call cross-entropy
+                    attempt(lambda: risk.adapter.loss(outputs, target), *UNSUITABLE)
             risk._replaces = noted.used
             if not torch.equal(risk.theta, before):
                 raise ValueError("model must not change its parameters: does it use max_norm?")
             risk._written = parameters.restore_buffers(risk.model, risk._constants)
-            known = known_loss(risk.loss_fn)
             losses.check_outputs(risk.loss_fn, outputs, target, f"batch {index}")
             if known is None and isinstance(outputs, Tensor) and risk.loss_fn is not None:
                 # The Hessian in the outputs times a vector in a generic direction.
