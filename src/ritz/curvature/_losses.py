@@ -403,6 +403,9 @@ def check_outputs(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
     """Raise unless outputs and labels are those that a known loss needs."""
     if known_loss(loss_fn) is not None:
         check_one_tensor(outputs)
+        if not isinstance(target, Tensor):
+            kind = type(target).__name__
+            raise TypeError(f"labels of {where} must be a tensor for this loss, got {kind}")
     check_scores(loss_fn, outputs, target, where)
     check_labels(loss_fn, outputs, target, where)
     check_log_probabilities(loss_fn, outputs)
@@ -416,7 +419,8 @@ def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
     shape, expected = tuple(outputs.shape), outputs.shape[:1] + outputs.shape[2:]
     if outputs.ndim < 2:
         raise ValueError(
-            f"outputs of the model must be (samples, classes) for cross-entropy, got {shape}"
+            f"outputs of the model must be (samples, classes) for cross-entropy, got {shape} (a "
+            "list of data holds batches; a dataset or a tuple holds samples)"
         )
     if target.is_floating_point() and target.shape == outputs.shape:
         return  # probabilities of all classes

@@ -76,7 +76,7 @@ class Risk:
             and Fisher matrices are available too.
         data: A ``DataLoader`` or list of batches, each ``(*inputs, target)`` or a dictionary of
             keyword arguments with ``labels`` as target; or all samples as a tuple or dictionary, or
-            as a dataset of torch. NumPy arrays become tensors if a batch has arrays alone. The
+            as a dataset of torch. NumPy arrays become tensors of the same dtype. The
             order must be the same in every pass: pass ``freeze=True`` with a loader that shuffles,
             or that augments and does not fit into memory.
         batch_norm: ``eval`` (running statistics), ``train`` (statistics of each batch) or
