@@ -160,6 +160,15 @@ def accurate_entropy(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
     return entropy_terms(outputs, target, ignored).sum() / (target != ignored).sum()
 
 
+def binary_terms(outputs: Tensor, target: Tensor, positive: Tensor | float = 1.0) -> Tensor:
+    """Return the binary cross-entropy of each output. ``positive`` weights the label 1."""
+    # -y log sigmoid(f) - (1 - y) log sigmoid(-f). In that of torch, sigmoid(f) - y cancels.
+    negative, plain = (
+        functional.softplus(sign * outputs, threshold=TUNING.threshold) for sign in (-1, 1)
+    )
+    return positive * target * negative + (1 - target) * plain
+
+
 # ------------------------------------------------------------------------------------------
 # The functions, as operations of torch.
 

@@ -12,9 +12,9 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional
 
 from ritz._core.checks import check_range
-from ritz._core.cross_entropy import TUNING as ENTROPY
 from ritz._core.cross_entropy import (
     accurate_entropy,
+    binary_terms,
     chunked_entropy,
     chunked_hessian,
     entropy_terms,
@@ -266,15 +266,6 @@ def check_log_probabilities(loss_fn: Any, outputs: Any) -> None:
                 f"sum to 1 with an error of {total:.2g}: add nn.LogSoftmax(1), or use "
                 "nn.CrossEntropyLoss"
             )
-
-
-def binary_terms(outputs: Tensor, target: Tensor, positive: Tensor | float = 1.0) -> Tensor:
-    """Return the binary cross-entropy of each output. ``positive`` weights the label 1."""
-    # -y log sigmoid(f) - (1 - y) log sigmoid(-f). In that of torch, sigmoid(f) - y cancels.
-    negative, plain = (
-        functional.softplus(sign * outputs, threshold=ENTROPY.threshold) for sign in (-1, 1)
-    )
-    return positive * target * negative + (1 - target) * plain
 
 
 def mean_entropy(outputs: Tensor, target: Tensor, loss: KnownLoss) -> Tensor:

@@ -16,9 +16,8 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
-from ritz._core.cross_entropy import entropy_terms
+from ritz._core.cross_entropy import binary_terms, chunked_entropy, entropy_terms, is_large
 from ritz._core.modes import without_fused_lstm
-from ritz.curvature._losses import KnownLoss, binary_terms
 
 
 class ReplacedFunctions(TorchFunctionMode):
@@ -158,8 +157,8 @@ def _cross_entropy(
         return functional.cross_entropy(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-    if weight is None and reduction == "mean":
-        return KnownLoss(kind="cross_entropy", ignore_index=ignore_index).mean(input, target)
+    if weight is None and reduction == "mean" and is_large(input, target):
+        return chunked_entropy(input, target, ignore_index, 0.0)
     kept = target != ignore_index
     # An ignored label has weight zero. Labels in uint8 would be a mask.
     factor = kept if weight is None else weight[torch.where(kept, target, 0).long()] * kept
