@@ -316,6 +316,13 @@ class Risk:
             other._check_labels(other._batches if other._batches.held else ())
         return other
 
+    def in_float64(self) -> "Risk":
+        """Return the risk at the same point in float64, for contexts in float64."""
+        double = parameters.as_double
+        return self._copy_with(
+            precision="float64", space=ParamSpace(double(self.params)), theta=double(self.theta)
+        )
+
     def mismatch(self, other: "Risk") -> str:
         """Return why a trace of another risk is not valid for this one, or ``""`` if it is."""
         same = {
