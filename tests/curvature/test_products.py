@@ -97,3 +97,15 @@ def test_the_error_of_a_trace_holds_the_digits_that_a_loss_loses_in_float32(matr
     assert 1e-4 * float(exact) < gap <= float(found.error()) < 0.5 * float(exact)
     assert exact_op.roundoff == torch.finfo(torch.float64).eps
     assert (op + op).roundoff == (2 * op).roundoff == op.roundoff > 1e-4
+
+
+def test_products_that_are_roundoff_in_float32_say_how_to_compute_them():
+    target = labels(3, 8)
+    # Every label is certain: its odds are about e^16.
+    model, inputs = nn.Linear(3, 3), functional.one_hot(target, 3) + 0.02 * noise(8, 3, seed=2)
+    with torch.no_grad():
+        model.weight.copy_(16 * torch.eye(3) - 8)
+    op = hessian(Risk(model, cross_entropy, (inputs, target), precision="float32"), engine="eager")
+
+    with pytest.raises(RuntimeError, match=r"not symmetric.*pass precision='float64', or write"):
+        op @ op.risk.theta

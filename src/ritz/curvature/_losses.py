@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional
 
+from ritz._core.attempts import UNSUITABLE, attempt
 from ritz._core.checks import check_range
 from ritz._core.cross_entropy import (
     accurate_entropy,
@@ -321,10 +322,22 @@ def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
 def losses_alone(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
     """Return the loss of each sample, ``(batch,)``, called on batches of one sample."""
     call = accurate_loss(loss_fn)
-    losses: Tensor = vmap(lambda output, label: call(output.unsqueeze(0), label.unsqueeze(0)))(
-        outputs, target
-    )
-    return losses
+
+    def alone(output: Tensor, label: Tensor) -> Tensor:
+        loss: Tensor = call(output.unsqueeze(0), label.unsqueeze(0))
+        return loss
+
+    losses, problem = attempt(lambda: vmap(alone)(outputs, target), *UNSUITABLE)
+    if not problem:
+        side_by_side: Tensor = losses
+        return side_by_side
+    # Some losses check their arguments by value, which vmap does not allow.
+    parts, problem = attempt(lambda: list(map(alone, outputs, target)), *UNSUITABLE)
+    if problem:
+        raise ValueError(
+            f"loss_fn must be defined for a batch of one sample, but it fails: {problem}"
+        )
+    return torch.stack(parts)
 
 
 # ------------------------------------------------------------------------------------------

@@ -394,7 +394,16 @@ class Products:
             return column, primal
         with suppress(NotImplementedError, RuntimeError):  # the gradient may fail too
             self.risk.diagnose()
-        raise RuntimeError("the loss cannot be differentiated twice: " + "; ".join(problems))
+        advice = ""
+        if any("not symmetric" in problem for problem in problems) and theta.dtype == torch.float32:
+            # Near a minimum, a user-defined loss may be nothing but roundoff.
+            advice = (
+                ". In float32 the terms of a loss cancel near a minimum: pass precision='float64', "
+                "or write the loss with torch.nn.functional.cross_entropy or log_softmax"
+            )
+        raise RuntimeError(
+            f"the loss cannot be differentiated twice: {'; '.join(problems)}{advice}"
+        )
 
     def _warn_if_slow(self, no_trace: str, batches: str = "") -> None:
         """Warn once for a risk and all risks derived from it if the model cannot be traced."""
