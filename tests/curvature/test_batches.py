@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from curvature.networks import labels, mlp, noise, seeded, vectors
@@ -77,6 +78,7 @@ SOURCES = {
     "tensors": lambda: (X, Y),
     "arrays": lambda: (X.numpy(), Y.numpy()),
     "batches of arrays": lambda: [(X[:4].numpy(), Y[:4].numpy()), (X[4:].numpy(), Y[4:].numpy())],
+    "tensors and arrays": lambda: [(X[:4], Y[:4].numpy()), (X[4:].numpy(), Y[4:])],
     "dataset": lambda: PAIRS,
     "samples by index": lambda: Subset(PAIRS, range(10)),
     "loader of a stream": lambda: DataLoader(Stream(), batch_size=4),
@@ -91,6 +93,17 @@ def test_loaders_lists_tuples_and_dictionaries_give_the_same_risk(model, kind, f
     assert found.num_samples == 10
     assert found.loss() == pytest.approx(expected.loss(), rel=1e-14)
     torch.testing.assert_close(found.gradient(), expected.gradient())
+
+
+def test_arrays_of_names_beside_tensors_are_passed_on(model):
+    names = np.array(["a"] * 10)
+    data = [{"input": X, "names": names, "labels": Y}]
+
+    def forward(model, batch):
+        assert batch["names"] is names
+        return model(batch["input"]), batch["labels"]
+
+    assert Risk(model, CE, data, forward=forward).loss() == Risk(model, CE, (X, Y)).loss()
 
 
 def test_a_dataset_and_several_targets_are_cut_into_batches(model):

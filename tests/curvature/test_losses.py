@@ -418,3 +418,18 @@ def test_a_label_without_other_classes_has_no_derivative():
     torch.testing.assert_close(value, CE(outputs, target))
     torch.testing.assert_close(gradient, grad(CE)(outputs, target))
     assert not grad(accurate_loss(CE))(outputs[:, :1], torch.zeros(2, dtype=torch.int64)).any()
+
+
+def test_losses_of_single_samples_need_not_be_vectorized():
+    def loss_fn(outputs, target):  # torch checks the variances by value
+        return functional.gaussian_nll_loss(outputs[:, 0], target, outputs[:, 1].exp())
+
+    x, y, model = noise(4, 3), noise(4, seed=1), mlp(3, 2).double()
+
+    matrix = fisher(Risk(model, loss_fn, (x, y)), kind="empirical", engine="eager").dense()
+
+    alone = [Risk(model, loss_fn, (x[i : i + 1], y[i : i + 1])).gradient() for i in range(4)]
+    torch.testing.assert_close(matrix, sum(torch.outer(g, g) for g in alone) / 4)
+    several = Risk(model, lambda f, y: (f[:, 0] - y).square().topk(2)[0].mean(), (x, y))
+    with pytest.raises(ValueError, match="for a batch of one sample, but it fails: selected index"):
+        fisher(several, kind="empirical")

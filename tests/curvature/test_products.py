@@ -1,12 +1,13 @@
-"""Products are computed in parts if memory is short."""
+"""Products are computed in parts if memory is short; their roundoff is measured."""
 
 import pytest
 import torch
-from curvature.networks import case
+from curvature.networks import case, cross_entropy, labels, noise
 from torch import nn
 from torch.nn import functional
 
-from ritz.curvature import Risk, fisher, hessian
+from ritz.curvature import Risk, fisher, ggn, hessian
+from ritz.spectra import trace
 
 
 def limited(monkeypatch, op, *, samples, columns=1):
@@ -73,3 +74,38 @@ def test_batches_with_class_weights_are_not_split(monkeypatch):
     op = hessian(Risk(case("mlp").model, loss, case("mlp").data), engine="eager")
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         limited(monkeypatch, op, samples=2) @ torch.ones(op.shape[0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("matrix", [hessian, ggn])
+def test_the_error_of_a_trace_holds_the_digits_that_a_loss_loses_in_float32(matrix):
+    y = labels(3, 8)
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        # Every label is certain: its odds are about e^11.
+        x = functional.one_hot(y, 3) + 0.02 * noise(8, 3, seed=2)
+        model.weight.copy_(11 * torch.eye(3) - 5)
+
+    def measure(precision):
+        # Its formula has log sum exp, in which p - 1 cancels.
+        risk = Risk(model, cross_entropy, (x, y), precision=precision)
+        op = matrix(risk, engine="eager")
+        return op, trace(op)
+
+    (op, found), (exact_op, exact) = measure("float32"), measure("float64")
+
+    gap = abs(float(found) - float(exact))
+    assert 1e-4 * float(exact) < gap <= float(found.error()) < 0.5 * float(exact)
+    assert exact_op.roundoff == torch.finfo(torch.float64).eps
+    assert (op + op).roundoff == (2 * op).roundoff == op.roundoff > 1e-4
+
+
+def test_products_that_are_roundoff_in_float32_say_how_to_compute_them():
+    target = labels(3, 8)
+    # Every label is certain: its odds are about e^16.
+    model, inputs = nn.Linear(3, 3), functional.one_hot(target, 3) + 0.02 * noise(8, 3, seed=2)
+    with torch.no_grad():
+        model.weight.copy_(16 * torch.eye(3) - 8)
+    op = hessian(Risk(model, cross_entropy, (inputs, target), precision="float32"), engine="eager")
+
+    with pytest.raises(RuntimeError, match=r"not symmetric.*pass precision='float64', or write"):
+        op @ op.risk.theta

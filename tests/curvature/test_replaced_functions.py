@@ -177,3 +177,51 @@ def test_every_call_finds_the_buffers_as_they_were():
     risk = ritz.Risk(made(Growing), cross_entropy, [(noise(5, 4), labels(3, 5))])
     plain = ritz.Risk(made(Counting), cross_entropy, [(noise(5, 4), labels(3, 5))])
     assert [risk.loss() for _ in range(3)] == [plain.loss()] * 3
+
+
+# Losses that call functions of torch, so that the library does not know them as such.
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5])
+NESTED = {
+    "function": lambda f, y: functional.cross_entropy(f, y),
+    "module": lambda f, y: nn.CrossEntropyLoss()(f, y),
+    "class weights": nn.CrossEntropyLoss(CLASS_WEIGHTS),
+    "ignored": lambda f, y: functional.cross_entropy(f, y, CLASS_WEIGHTS.to(f), ignore_index=1),
+    "sum": lambda f, y: functional.cross_entropy(f, y, reduction="sum") / len(y),
+    "terms": lambda f, y: functional.cross_entropy(f, y, reduction="none").mean(),
+    "log softmax": lambda f, y: -functional.log_softmax(f, dim=-1).gather(1, y[:, None]).mean(),
+    "method": lambda f, y: -f.log_softmax(1)[torch.arange(len(y)), y].mean(),
+    "torch": lambda f, y: functional.nll_loss(torch.log_softmax(f.T, 0).T, y),
+    "binary": lambda f, y: functional.binary_cross_entropy_with_logits(
+        f, functional.one_hot(y, 3).to(f), CLASS_WEIGHTS.to(f), pos_weight=CLASS_WEIGHTS.to(f)
+    ),
+    "log-probabilities": nn.NLLLoss(),
+    "loss of the model": None,
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_cross_entropy_inside_a_loss_or_model_keeps_its_digits_in_float32(name):
+    y = labels(3, 8)
+    body = nn.Linear(3, 3)
+    with torch.no_grad():
+        # Every label is certain: its odds are about e^36.
+        x = functional.one_hot(y, 3) + 0.02 * noise(8, 3, seed=2)
+        body.weight.copy_(36 * torch.eye(3) - 18)
+    model = nn.Sequential(body, nn.LogSoftmax(1)) if name == "log-probabilities" else body
+    forward = (
+        (lambda m, b: functional.cross_entropy(m(b[0]), b[1])) if NESTED[name] is None else None
+    )
+
+    def values(precision):
+        loss_fn = NESTED[name]
+        if isinstance(loss_fn, nn.CrossEntropyLoss):
+            loss_fn = nn.CrossEntropyLoss(CLASS_WEIGHTS.to(getattr(torch, precision)))
+        risk = ritz.Risk(model, loss_fn, (x, y), forward=forward, precision=precision)
+        ops = [ritz.hessian(risk, engine="eager")]
+        ops += [] if loss_fn is None else [ritz.ggn(risk, engine="eager")]
+        products = [op @ (risk.theta + 0.1) for op in ops]
+        return [torch.tensor([risk.loss()]), risk.gradient(), *products]
+
+    for found, exact in zip(values("float32"), values("float64"), strict=True):
+        assert (found - exact).norm() < 1e-5 * exact.norm()
+    assert values("float64")[0] < 1e-6

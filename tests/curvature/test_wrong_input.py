@@ -75,6 +75,7 @@ def test_a_model_whose_two_calls_differ_raises(noise):
         ((noise(4, 3), labels(3, 5)), ValueError, r"tensors of the same length, got \[4, 5\]"),
         (noise(4, 3), TypeError, "or a dictionary with 'labels', got inputs alone"),
         ([(noise(4, 3),)], TypeError, "pass forward=lambda"),
+        (list(zip(noise(4, 3), labels(3, 4), strict=True)), ValueError, "data holds batches; a"),
         ([noise(4, 3)], TypeError, r"got Tensor \(a list holds batches, a tuple all samples\)"),
         ([("a", 3)], TypeError, "batch 0 must contain a tensor .*, got tuple: other"),
         ([(torch.tensor(1.0), torch.tensor(0))], TypeError, "pass count="),
@@ -389,10 +390,11 @@ def test_wrong_kinds_and_blocks_raise():
             "must be integers for cross-entropy, got float64",
         ),
         (labels(3, 4).int(), TypeError, "batch 0 must be int64 for cross-entropy, got int32"),
+        (labels(3, 4).tolist(), TypeError, "batch 0 must be a tensor for this loss, got list"),
         (labels(3, 4)[:, None], ValueError, r"shape \(4,\) .*, got \(4, 1\): remove the last"),
         (labels(3, 4)[:2], ValueError, r"shape \(4,\) for outputs of shape \(4, 3\), got \(2,\)"),
     ],
-    ids=["floating-point", "int32", "column", "too few"],
+    ids=["floating-point", "int32", "list", "column", "too few"],
 )
 def test_labels_that_do_not_fit_the_outputs_are_named_before_torch_sees_them(
     model, target, error, match
@@ -411,6 +413,22 @@ def test_an_error_of_the_model_names_the_batch_and_its_tensors(model):
     match = r"batch 0 with tensors float64 \(4, 2\), int64 \(4,\), for .* float64: mat1"
     with pytest.raises(RuntimeError, match=match):
         Risk(model, CE, [(noise(4, 2), labels(3, 4))])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "match"),
+    [
+        ("float32", noise(4, 3), "Pass precision='float32' to convert the data, or 'float64' for"),
+        ("float64", noise(4, 3).float(), "Pass precision='float64' to convert the data$"),
+        ("float32", labels(9, 4, 3), "Convert the inputs to float32$"),
+    ],
+)
+def test_inputs_of_another_dtype_than_the_parameters_say_how_to_convert_them(
+    model, dtype, inputs, match
+):
+    model = model.to(getattr(torch, dtype))
+    with pytest.raises(RuntimeError, match=match):
+        Risk(model, CE, (inputs.numpy(), labels(3, 4).numpy()))
 
 
 def test_options_of_a_wrong_type_raise(model):

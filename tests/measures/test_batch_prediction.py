@@ -279,6 +279,21 @@ def test_with_fewer_vectors_the_rest_becomes_a_part_of_the_leak():
     assert change < error
 
 
+def test_bars_without_sampling_hold_the_roundoff_of_float32():
+    x, model = torch.randn(16, 2, generator=seeded(1)), nn.Linear(2, 2)
+
+    def predict(precision):
+        risk = Risk(model, cross_entropy, (x, x.argmax(1)), precision=precision)
+        return batch_prediction(risk, batch_sizes=(4,), num_vectors=6, group_size=1)
+
+    found, exact = predict("float32"), predict("float64")
+
+    for name in ("variance", "along"):
+        ours, theirs = getattr(found, name), getattr(exact, name)
+        assert float(ours.stderr) == 0
+        assert 0 < abs(float(ours) - float(theirs)) <= float(ours.error()) < 1e-3 * float(theirs)
+
+
 def test_variance_of_a_batch_is_that_of_drawn_batches():
     x = inputs()
     risk = linear_risk(x)

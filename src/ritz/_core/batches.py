@@ -131,10 +131,14 @@ def to_device(batch: Batch, device: torch.device, *, non_blocking: bool = False)
 def as_plain(batch: Batch) -> Batch:
     """Return a mapping of another type, such as the output of a tokenizer, as a dictionary.
 
-    If the batch has arrays alone, they become tensors. Arrays beside tensors are other values.
+    Arrays become tensors. Beside tensors, arrays of strings or objects are other values.
     """
     batch = dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
-    return batch if tensors(batch) else from_arrays(batch)
+    if not tensors(batch):
+        return from_arrays(batch)
+    return tree_map_only(
+        np.ndarray, lambda a: from_arrays(a) if a.dtype.kind in "biufc" else a, batch
+    )
 
 
 def from_arrays(data: Any) -> Any:

@@ -102,58 +102,44 @@ def softmax_product(p: Tensor, tangent: Tensor) -> Tensor:
     return mixed - p * mixed.sum(1, keepdim=True)
 
 
-class _TermGradients(torch.autograd.Function):
-    """The gradient of each term, ``p - e_y``. A product with its Jacobian takes six operations."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(outputs: Tensor, label: Tensor) -> Tensor:
-        others = outputs.softmax(1).scatter(1, label, 0.0)
-        # p_y - 1 = -sum_{k != y} p_k, which does not cancel
-        return others.scatter_(1, label, -others.sum(1, keepdim=True))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return softmax_product(ctx.saved_tensors[0].softmax(1), cotangent), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *others: Any) -> Any:
-        return softmax_product(ctx.saved_tensors[0].softmax(1), tangent)
-
-
 class _Terms(torch.autograd.Function):
+    """The terms ``(n, *places)`` and their gradients ``p - e_y``, of the shape of the outputs."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(outputs: Tensor, label: Tensor) -> Tensor:
-        # Not minus infinity, since all other classes may be excluded by minus infinity as well.
-        others = outputs.scatter(1, label, torch.finfo(outputs.dtype).min)
-        top = others.amax(1, keepdim=True)
-        # log sum_{k != y} e^{f_k - top} - (f_y - top)
-        log_sum = others.sub_(top).exp_().sum(1, keepdim=True).log()
-        log_odds = log_sum - (outputs.gather(1, label) - top)
-        return functional.softplus(log_odds, threshold=TUNING.threshold).squeeze(1)
+    def forward(outputs: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        p = outputs.softmax(1)
+        # log p_y = f_y - f_m + log p_m, with the likeliest class m
+        likeliest = outputs.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()
+        log_p_y = outputs.gather(1, label) - likeliest
+        # p_y - 1 = -sum_{k != y} p_k, which does not cancel
+        others = p.scatter_(1, label, 0.0)
+        slope = others.sum(1, keepdim=True).neg_()
+        # log p_y = log(1 + (p_y - 1)) keeps its digits if the label is likely.
+        terms = torch.where(slope > -0.5, slope.log1p(), log_p_y).neg_()
+        return terms.squeeze(1), others.scatter_(1, label, slope)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(inputs[0], output[1])
+        ctx.save_for_forward(inputs[0], output[1])
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        call: Any = _TermGradients.apply
-        return call(*ctx.saved_tensors) * cotangent.unsqueeze(1), None
+    def backward(ctx: Any, along: Tensor | None, cotangent: Tensor | None) -> Any:
+        outputs, gradients = ctx.saved_tensors
+        # The gradients are an output too, so the first summand can be differentiated again.
+        first = None if along is None else gradients * along.unsqueeze(1)
+        if cotangent is None:
+            return first, None
+        second = softmax_product(outputs.softmax(1), cotangent)
+        return second if first is None else first + second, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *others: Any) -> Any:
-        call: Any = _TermGradients.apply
-        return (call(*ctx.saved_tensors) * tangent).sum(1)
+        outputs, gradients = ctx.saved_tensors
+        return (gradients * tangent).sum(1), softmax_product(outputs.softmax(1), tangent)
 
 
 def entropy_terms(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
@@ -165,12 +151,22 @@ def entropy_terms(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
     four digits. Here all terms have one sign.
     """
     call: Any = _Terms.apply
-    return torch.where(target == ignored, 0.0, call(_wide(outputs), _classes(target, ignored)))
+    terms: Tensor = call(_wide(outputs), _classes(target, ignored))[0]
+    return torch.where(target == ignored, 0.0, terms)
 
 
 def accurate_entropy(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
     """Return the mean of :func:`entropy_terms` over the labels that are not ignored."""
     return entropy_terms(outputs, target, ignored).sum() / (target != ignored).sum()
+
+
+def binary_terms(outputs: Tensor, target: Tensor, positive: Tensor | float = 1.0) -> Tensor:
+    """Return the binary cross-entropy of each output. ``positive`` weights the label 1."""
+    # -y log sigmoid(f) - (1 - y) log sigmoid(-f). In that of torch, sigmoid(f) - y cancels.
+    negative, plain = (
+        functional.softplus(sign * outputs, threshold=TUNING.threshold) for sign in (-1, 1)
+    )
+    return positive * target * negative + (1 - target) * plain
 
 
 # ------------------------------------------------------------------------------------------

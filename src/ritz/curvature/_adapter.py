@@ -221,10 +221,18 @@ class Adapter(nn.Module):
 
 def inputs_error(index: int, batch: Any, dtype: torch.dtype, error: Exception) -> str:
     """Return the message of an error that a model raised when it was called on a batch."""
-    shapes = [f"{str(x.dtype)[6:]} {tuple(x.shape)}" for x in tensors(batch)]
+    leaves, name = tensors(batch), str(dtype)[6:]
+    shapes = [f"{str(x.dtype)[6:]} {tuple(x.shape)}" for x in leaves]
+    advice = ""
+    if any(x.is_floating_point() and x.dtype != dtype for x in leaves):
+        # The arrays of NumPy are float64 by default. Nothing is converted unless asked for.
+        advice = f". Pass precision='{name}' to convert the data"
+        advice += ", or 'float64' for data and model" * (dtype != torch.float64)
+    elif "dtype" in str(error) and not any(x.is_floating_point() for x in leaves):
+        advice = f". Convert the inputs to {name}"
     return (
         f"model cannot be called on batch {index} with tensors {', '.join(shapes)}, for parameters "
-        f"of {str(dtype)[6:]}: {str(error).strip()}"
+        f"of {name}: {str(error).strip()}{advice}"
     )
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional
 
+from ritz._core.attempts import UNSUITABLE, attempt
 from ritz._core.checks import check_range
-from ritz._core.cross_entropy import TUNING as ENTROPY
 from ritz._core.cross_entropy import (
     accurate_entropy,
+    binary_terms,
     chunked_entropy,
     chunked_hessian,
     entropy_terms,
@@ -69,11 +70,7 @@ class KnownLoss:
             # Not mse_loss: its backward pass has no forward-mode derivative in torch.
             return (outputs - target).square().mean()
         if self.kind == "binary_cross_entropy":
-            # -y log sigmoid(f) - (1 - y) log sigmoid(-f). In that of torch, sigmoid(f) - y cancels.
-            terms = (
-                functional.softplus(sign * outputs, threshold=ENTROPY.threshold) for sign in (-1, 1)
-            )
-            return (target * next(terms) + (1 - target) * next(terms)).mean()
+            return binary_terms(outputs, target).mean()
         return mean_entropy(outputs, target, self)
 
     def hessian(self, outputs: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
@@ -325,10 +322,22 @@ def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
 def losses_alone(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
     """Return the loss of each sample, ``(batch,)``, called on batches of one sample."""
     call = accurate_loss(loss_fn)
-    losses: Tensor = vmap(lambda output, label: call(output.unsqueeze(0), label.unsqueeze(0)))(
-        outputs, target
-    )
-    return losses
+
+    def alone(output: Tensor, label: Tensor) -> Tensor:
+        loss: Tensor = call(output.unsqueeze(0), label.unsqueeze(0))
+        return loss
+
+    losses, problem = attempt(lambda: vmap(alone)(outputs, target), *UNSUITABLE)
+    if not problem:
+        side_by_side: Tensor = losses
+        return side_by_side
+    # Some losses check their arguments by value, which vmap does not allow.
+    parts, problem = attempt(lambda: list(map(alone, outputs, target)), *UNSUITABLE)
+    if problem:
+        raise ValueError(
+            f"loss_fn must be defined for a batch of one sample, but it fails: {problem}"
+        )
+    return torch.stack(parts)
 
 
 # ------------------------------------------------------------------------------------------
@@ -398,6 +407,9 @@ def check_outputs(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
     """Raise unless outputs and labels are those that a known loss needs."""
     if known_loss(loss_fn) is not None:
         check_one_tensor(outputs)
+        if not isinstance(target, Tensor):
+            kind = type(target).__name__
+            raise TypeError(f"labels of {where} must be a tensor for this loss, got {kind}")
     check_scores(loss_fn, outputs, target, where)
     check_labels(loss_fn, outputs, target, where)
     check_log_probabilities(loss_fn, outputs)
@@ -411,7 +423,8 @@ def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
     shape, expected = tuple(outputs.shape), outputs.shape[:1] + outputs.shape[2:]
     if outputs.ndim < 2:
         raise ValueError(
-            f"outputs of the model must be (samples, classes) for cross-entropy, got {shape}"
+            f"outputs of the model must be (samples, classes) for cross-entropy, got {shape} (a "
+            "list of data holds batches; a dataset or a tuple holds samples)"
         )
     if target.is_floating_point() and target.shape == outputs.shape:
         return  # probabilities of all classes

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, Unpack, final
 
 import torch
@@ -73,6 +73,13 @@ class CurvatureOperator(LinearOperator):
         check_risk(risk)
         extra = None if self._draw is None else self._draw(risk, generator)
         return type(self)(self.products.at(risk, extra=extra), self._draw)
+
+    @cached_property
+    def roundoff(self) -> float:
+        """Relative error of a product: four times that of one, which is compared with float64."""
+        # Of 108 networks that were fitted to a loss of 1e-7, with nine forms of cross-entropy, the
+        # error of the trace was at most 2.3 times that of the product.
+        return max(super().roundoff, 4 * self.products.roundoff())
 
     def _matmat(self, block: Tensor) -> Tensor:
         return self.products.matmat(block)

@@ -15,13 +15,13 @@ from torch.func import vmap
 from torch.nn.modules.conv import _ConvNd
 
 from ritz._core import cross_entropy
-from ritz._core.attempts import attempt, first_line
+from ritz._core.attempts import UNSUITABLE, attempt, first_line
 from ritz._core.batches import tensors
 from ritz._core.blocks import euclidean_norm
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, differentiable, searched_convolutions
 from ritz.curvature._modes import without_warnings_of_torch
-from ritz.curvature._parameters import Context, Params
+from ritz.curvature._parameters import ROUNDOFF, Context, Params, as_double
 from ritz.curvature._replaced_functions import written_out_recurrence
 from ritz.curvature._risk import Risk
 from ritz.curvature._tracing import GuardError, Linearization, Primal, nbytes, signature
@@ -252,6 +252,43 @@ class Products:
                     self._notes += f" (one column at a time: {first_line(error)})"
             yield weight, product.T
 
+    def roundoff(self) -> float:
+        """Return the relative error of a product by roundoff, measured on up to eight batches.
+
+        The product is compared with one in float64. The error is zero in float64, for models of
+        more than 2^26 parameters, and if the model cannot be called in float64.
+        """
+        theta = self.risk.theta
+        if theta.dtype == torch.float64 or len(theta) > ROUNDOFF.parameters:
+            return 0.0
+        sums, _ = attempt(self._compare, *UNSUITABLE)
+        # If one process failed and raised, the others would wait for it forever.
+        total = torch.zeros(2, dtype=torch.float64) if sums is None else sums
+        gap, size = self.risk.sum_over_processes(total.to(theta.device)).tolist()
+        return math.sqrt(gap / size) if size else 0.0
+
+    def _compare(self) -> Tensor:
+        """Return the squared norms of the error of a product, and of the product itself."""
+        risk, precise = self.risk, copy.copy(self)
+        precise.risk = risk.in_float64()
+        rng = torch.Generator().manual_seed(0)
+        vector = torch.randn(risk.theta.shape, generator=rng, dtype=torch.float64).to(risk.theta)
+        wide = vector.double()
+        error, total = torch.zeros_like(wide), torch.zeros_like(wide)
+        # The same batches for any number of processes
+        step = -(-risk.num_batches // ROUNDOFF.compared)
+        for index, context, weight in risk.contexts():
+            if index % step:
+                continue
+            if (extra := self.extra(index)) is not None:
+                context = replace(context, extra=extra)
+            product = self._batch(vector[None], index, context)[0]
+            column: Any = self._choice.column  # chosen in the first product
+            exact = precise._eager(column, as_double(context), wide[None])[0]
+            error.add_(product - exact, alpha=weight)
+            total.add_(exact + self.shift * wide, alpha=weight)
+        return torch.stack([error.square().sum(), total.square().sum()])
+
     def _batch(self, vectors: Tensor, index: int, context: Context) -> Tensor:
         size = context.size
         if self._chunk is None or size <= self._chunk:
@@ -357,7 +394,16 @@ class Products:
             return column, primal
         with suppress(NotImplementedError, RuntimeError):  # the gradient may fail too
             self.risk.diagnose()
-        raise RuntimeError("the loss cannot be differentiated twice: " + "; ".join(problems))
+        advice = ""
+        if any("not symmetric" in problem for problem in problems) and theta.dtype == torch.float32:
+            # Near a minimum, a user-defined loss may be nothing but roundoff.
+            advice = (
+                ". In float32 the terms of a loss cancel near a minimum: pass precision='float64', "
+                "or write the loss with torch.nn.functional.cross_entropy or log_softmax"
+            )
+        raise RuntimeError(
+            f"the loss cannot be differentiated twice: {'; '.join(problems)}{advice}"
+        )
 
     def _warn_if_slow(self, no_trace: str, batches: str = "") -> None:
         """Warn once for a risk and all risks derived from it if the model cannot be traced."""

@@ -1,7 +1,7 @@
-"""Functions whose second derivatives in torch are missing or wrong, written as formulas.
+"""Functions whose second derivatives in torch are missing, wrong or inaccurate, as formulas.
 
-Weight norm, embeddings, embedding bags, hardsigmoid and LSTMs. Also batch norm with the statistics
-of the batch as constants.
+Weight norm, embeddings, embedding bags, hardsigmoid and LSTMs; cross-entropy in a user-defined loss
+or in a model. Also batch norm with the statistics of the batch as constants.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
+from ritz._core.cross_entropy import binary_terms, chunked_entropy, entropy_terms, is_large
 from ritz._core.modes import without_fused_lstm
 
 
@@ -121,6 +122,73 @@ def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     return input.copy_(value) if inplace else value
 
 
+# In float32 the derivatives of torch lose their digits near a minimum, where p_y - 1 cancels. These
+# functions are replaced in models, and in losses that are not known as such.
+
+
+def _log_softmax(input: Tensor, dim: int | None = None, *others: Any, **options: Any) -> Tensor:
+    if dim is None or not input.ndim:
+        return functional.log_softmax(input, dim, *others, **options)
+    # In functional.log_softmax a stack level comes before the dtype.
+    for dtype in (each for each in (*others, *options.values()) if isinstance(each, torch.dtype)):
+        input = input.to(dtype)
+    rows = input.unsqueeze(0).movedim(dim % input.ndim + 1, 1)
+    # Only the logarithm of the largest probability cancels: log p = -(cross-entropy of its class).
+    top = rows.detach().argmax(1)
+    largest = -entropy_terms(rows, top, ignored=-1).unsqueeze(1)
+    plain = functional.log_softmax(rows, 1).scatter(1, top.unsqueeze(1), largest.to(rows.dtype))
+    return plain.movedim(1, dim % input.ndim + 1).squeeze(0)
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    labels = not target.is_floating_point() and input.ndim > 1
+    alike = labels and input.shape[:1] + input.shape[2:] == target.shape
+    if not alike or label_smoothing or size_average is not None or reduce is not None:
+        # Its own errors and warnings. The other arguments are no longer in use.
+        return functional.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    if weight is None and reduction == "mean" and is_large(input, target):
+        return chunked_entropy(input, target, ignore_index, 0.0)
+    kept = target != ignore_index
+    # An ignored label has weight zero. Labels in uint8 would be a mask.
+    factor = kept if weight is None else weight[torch.where(kept, target, 0).long()] * kept
+    terms = entropy_terms(input, target, ignore_index) * factor
+    return _reduced(terms, reduction, factor.sum())
+
+
+def _binary_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    pos_weight: Tensor | None = None,
+) -> Tensor:
+    if input.shape != target.shape or size_average is not None or reduce is not None:
+        return functional.binary_cross_entropy_with_logits(
+            input, target, weight, size_average, reduce, reduction, pos_weight
+        )
+    terms = binary_terms(input, target, 1.0 if pos_weight is None else pos_weight)
+    return _reduced(terms if weight is None else terms * weight, reduction, input.numel())
+
+
+def _reduced(terms: Tensor, reduction: str, mass: Tensor | int) -> Tensor:
+    if reduction == "none":
+        return terms
+    return terms.sum() / mass if reduction == "mean" else terms.sum()
+
+
 def _constant_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -148,16 +216,21 @@ def constant_statistics() -> TorchFunctionMode:
     return ReplacedFunctions({functional.batch_norm: _constant_batch_norm})
 
 
-_REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
-    torch._weight_norm: _weight_norm,
-    functional.embedding: _embedding,
+# A model or loss that calls one of these is evaluated with all replacements.
+_DETECTED: dict[Any, Callable[..., Tensor]] = {
     functional.embedding_bag: _embedding_bag,
     functional.hardsigmoid: _hardsigmoid,
+    functional.cross_entropy: _cross_entropy,
+    functional.binary_cross_entropy_with_logits: _binary_cross_entropy,
+} | dict.fromkeys((functional.log_softmax, torch.log_softmax, Tensor.log_softmax), _log_softmax)
+_REPLACEMENTS = _DETECTED | {
+    torch._weight_norm: _weight_norm,
+    functional.embedding: _embedding,
 }
 
 
 class FunctionDetector(TorchFunctionMode):
-    """Record in ``used`` whether the block calls functions without a second derivative in torch."""
+    """Record in ``used`` whether the block calls a function that is replaced if it is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +239,7 @@ class FunctionDetector(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.used |= func in (functional.embedding_bag, functional.hardsigmoid)
+        self.used |= bool(func.__hash__) and func in _DETECTED
         return func(*args, **(kwargs or {}))
 
 

@@ -76,7 +76,7 @@ class Risk:
             and Fisher matrices are available too.
         data: A ``DataLoader`` or list of batches, each ``(*inputs, target)`` or a dictionary of
             keyword arguments with ``labels`` as target; or all samples as a tuple or dictionary, or
-            as a dataset of torch. NumPy arrays become tensors if a batch has arrays alone. The
+            as a dataset of torch. NumPy arrays become tensors of the same dtype. The
             order must be the same in every pass: pass ``freeze=True`` with a loader that shuffles,
             or that augments and does not fit into memory.
         batch_norm: ``eval`` (running statistics), ``train`` (statistics of each batch) or
@@ -315,6 +315,13 @@ class Risk:
             other._check_batch_norm(self.batch_norm)
             other._check_labels(other._batches if other._batches.held else ())
         return other
+
+    def in_float64(self) -> "Risk":
+        """Return the risk at the same point in float64, for contexts in float64."""
+        double = parameters.as_double
+        return self._copy_with(
+            precision="float64", space=ParamSpace(double(self.params)), theta=double(self.theta)
+        )
 
     def mismatch(self, other: "Risk") -> str:
         """Return why a trace of another risk is not valid for this one, or ``""`` if it is."""
@@ -625,11 +632,14 @@ def _inspect_first_batch(risk: Risk) -> Any:
             except (RuntimeError, IndexError) as error:  # the shape or dtype of the inputs
                 error.args = (inputs_error(index, batch, risk.theta.dtype, error),)
                 raise
+            known = known_loss(risk.loss_fn)
+            if known is None and risk.loss_fn is not None:
+                with noted:  # a user-defined loss may call cross-entropy
+                    attempt(lambda: risk.adapter.loss(outputs, target), *UNSUITABLE)
             risk._replaces = noted.used
             if not torch.equal(risk.theta, before):
                 raise ValueError("model must not change its parameters: does it use max_norm?")
             risk._written = parameters.restore_buffers(risk.model, risk._constants)
-            known = known_loss(risk.loss_fn)
             losses.check_outputs(risk.loss_fn, outputs, target, f"batch {index}")
             if known is None and isinstance(outputs, Tensor) and risk.loss_fn is not None:
                 # The Hessian in the outputs times a vector in a generic direction.

@@ -145,7 +145,7 @@ def sample_gap(risk: Any, alone: bool) -> str:
                 apart = risk.evaluate(risk.params, context.rows(half))[0]
                 gaps.append(("outputs", apart - outputs[half], float(outputs.norm())))
             pair = _gap_by_outputs(risk, outputs, target, alone) if by_row else None
-            # Without rows, or if vmap cannot evaluate the loss, gradients are compared.
+            # Without rows, or if the loss fails for single outputs, gradients are compared.
             gaps.append(("derivatives", *(pair or _gap_by_gradients(risk, context))))
         for name, difference, scale in gaps:
             gap = float(difference.norm())

@@ -7,29 +7,24 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ritz._core.attempts import UNSUITABLE, attempt
 from ritz._core.batch_norm import batch_norms
 from ritz._core.checks import check_choice, check_count, check_type
-from ritz._core.params import ParamSpace
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature._losses import num_correct
+from ritz.curvature._parameters import ROUNDOFF, as_double
 from ritz.curvature._risk import Risk, check_risk
 from ritz.curvature._sample_gradients import sample_gradient_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The default of ``chunk_size``, and where roundoff is measured."""
+    """The default of ``chunk_size``."""
 
     # Entries of whole sample gradients at once: 256 MB in float64.
     entries: int = 2**25
-    # Roundoff in gradients is measured on this many batches, of models of at most this many
-    # parameters: 512 MB in float64.
-    compared: int = 8
-    parameters: int = 2**26
 
 
 TUNING = Tuning()
@@ -357,7 +352,7 @@ def gradient_roundoff(risk: Risk) -> tuple[float, float]:
     The gradients of up to eight batches are compared with those in float64. The error is zero in
     float64, for models of more than 2^26 parameters, and if the model cannot be called in float64.
     """
-    if risk.theta.dtype == torch.float64 or len(risk.theta) > TUNING.parameters:
+    if risk.theta.dtype == torch.float64 or len(risk.theta) > ROUNDOFF.parameters:
         return 0.0, 0.0
     sums, _ = attempt(lambda: _compare_gradients(risk), *UNSUITABLE)
     # If one process failed and raised, the others would wait for it forever.
@@ -368,22 +363,16 @@ def gradient_roundoff(risk: Risk) -> tuple[float, float]:
 
 def _compare_gradients(risk: Risk) -> Tensor:
     """Return the sums of squares of errors and of gradients of a few batches, and their number."""
-
-    def double(tree: Any) -> Any:
-        return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, tree)
-
-    precise = risk._copy_with(
-        precision="float64", space=ParamSpace(double(risk.params)), theta=double(risk.theta)
-    )
+    precise = risk.in_float64()
     # The same batches for any number of processes.
-    step, sums = -(-risk.num_batches // TUNING.compared), torch.zeros(3, dtype=torch.float64)
+    step, sums = -(-risk.num_batches // ROUNDOFF.compared), torch.zeros(3, dtype=torch.float64)
     for index, context, _ in risk.contexts():
         if index % step:
             continue
         with risk.settings():
             gradient = risk.batch_gradient(context)[0].double()
         with precise.settings():
-            exact = precise.batch_gradient(double(context))[0]
+            exact = precise.batch_gradient(as_double(context))[0]
         gap, size = (float(part.square().sum()) for part in (gradient - exact, exact))
         sums += torch.tensor([gap, size, 1.0], dtype=torch.float64)
     return sums

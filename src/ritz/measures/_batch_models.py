@@ -10,7 +10,7 @@ from torch import Tensor
 from ritz._core.results import Estimate, Status, format_uncertain, skewed_stderr
 from ritz._core.storage import storable
 from ritz.measures._batch_subspace import Projections, choose_groups, draw_batches
-from ritz.measures._groups import share_of_variance
+from ritz.measures._groups import product_roundoff, share_of_variance
 from ritz.rmt import additive_spikes, multiplicative_spikes
 
 # Minimum number of draws for the first-order change to serve as a control variate.
@@ -80,12 +80,14 @@ class SampleStatistics:
         p = projections
         size, rank = p.num_parameters, p.small.shape[1]
         along = p.factor * p.along()
+        unit = product_roundoff(p.groups.risk)
+        roundoff = p.factor * p.roundoff(unit)
         self.along = self._over_groups(along[:, 0], "V(phi_1)")
         # V is a quadratic form. If phi is off by the angle a, V(phi) changes by at most 2 a |V phi|
         # to first order, and |V phi|^2 is at most V(phi) times the largest V.
         largest = float(along.mean(0).max())
         tilt = 2 * angle * math.sqrt(max(float(self.along), 0.0) * largest)
-        self.along = replace(self.along, truncation=torch.tensor(tilt, dtype=torch.float64))
+        self.along = replace(self.along, truncation=roundoff[0] + tilt)
         # Relative error of V(phi_1). Groups of several samples do not show all their differences.
         self.relative_error = float(self.along.stderr) / max(float(self.along), 1e-300)
         outside = p.factor * p.gaps
@@ -100,10 +102,15 @@ class SampleStatistics:
         self.variance = replace(
             grouped,
             stderr=grouped.stderr.hypot(torch.tensor(sampled, dtype=torch.float64)),
+            # The mean over all directions of the roundoff along each
+            truncation=roundoff[:rank].sum() / size + left * _mean(roundoff[rank:]),
             degrees=max(1, outside.shape[1] - 1),
             method=f"subspace and {outside.shape[1]} probes, {p.groups.count} groups",
         )
-        self.bulk = self._mean_outside(p.curvature, complete)
+        # z'Hz is off by at most eps |H z|.
+        self.bulk = self._mean_outside(
+            p.curvature, complete, unit * float(_mean(p.sizes[rank:].sqrt()))
+        )
 
     @property
     def bulk_mean(self) -> float:
@@ -138,13 +145,20 @@ class SampleStatistics:
             estimate, stderr=torch.tensor(error, dtype=torch.float64), degrees=len(gaps) - 1
         )
 
-    def _mean_outside(self, curvature: Tensor, complete: bool) -> Estimate:
-        mean = float(curvature.mean()) if len(curvature) else 0.0
+    def _mean_outside(self, curvature: Tensor, complete: bool, roundoff: float) -> Estimate:
         estimate = Estimate.exact(
-            mean + self.l2, method=f"{len(curvature)} probes", num_products=self.num_products
+            float(_mean(curvature)) + self.l2,
+            method=f"{len(curvature)} probes",
+            truncation=roundoff,
+            num_products=self.num_products,
         )
         error = torch.tensor(0.0 if complete else _error(curvature), dtype=torch.float64)
         return replace(estimate, stderr=error, degrees=max(1, len(curvature) - 1), seed=self.seed)
+
+
+def _mean(values: Tensor) -> Tensor:
+    """Return the mean of values; zero if there are none."""
+    return values.sum() / max(1, len(values))
 
 
 def _error(samples: Tensor) -> float:

@@ -47,6 +47,7 @@ class Projections:
             groups.
         gaps: :math:`\|(H_j - H) z\|^2` for each group and probe, ``(m, p)``.
         mean_leak: :math:`U^\top H (I - U U^\top) H U`, ``(k, k)``; zero for exact eigenvectors.
+        sizes: :math:`\|H v\|^2` for each vector of the basis and each probe, ``(k + p,)``.
         groups: The groups.
         num_parameters: Number ``P`` of parameters.
         curved: Whether :func:`draw_batches` uses the curvature of groups along their leaks.
@@ -57,6 +58,7 @@ class Projections:
     curvature: Tensor
     gaps: Tensor
     mean_leak: Tensor
+    sizes: Tensor
     groups: Groups
     num_parameters: int
     curved: bool = True
@@ -71,6 +73,17 @@ class Projections:
         """Number of products with the matrix of all data that the projections took."""
         return self.small.shape[1] + self.gaps.shape[1]
 
+    def roundoff(self, unit: float) -> Tensor:
+        r"""Return the roundoff of the means over groups of `along` and ``gaps``, ``(k + p,)``.
+
+        Args:
+            unit: Relative error of the products :math:`H_j v`.
+        """
+        spread = torch.cat([self.along(), self.gaps], 1).mean(0).clamp_min(0.0)
+        # mean |H_j v|^2 = mean |(H_j - H) v|^2 + |H v|^2; see contrast_roundoff()
+        off = unit * (spread + self.sizes).sqrt()
+        return 2 * spread.sqrt() * off + off.square()
+
     def leading(self, count: int) -> "Projections":
         """Return the projections on the first ``count`` vectors of the basis."""
         # What leaves the first vectors but stays inside of U becomes part of the leak.
@@ -81,6 +94,7 @@ class Projections:
             small=self.small[:, :count, :count],
             leak=self.leak[:, :count, :count] + inside @ inside.mT,
             mean_leak=self.mean_leak[:count, :count] + mean @ mean.T,
+            sizes=torch.cat([self.sizes[:count], self.sizes[len(self.mean_leak) :]]),
         )
 
     def along(self) -> Tensor:
@@ -112,7 +126,7 @@ def project(
     k, m = basis.shape[1], groups.count
     columns = torch.cat([basis, probes], 1)
     small, leak, squares = [], [], []
-    mean = torch.zeros_like(columns)
+    mean = torch.zeros_like(columns, dtype=torch.float64)
     with tracking(progress, "curvature of groups", m) as bar:
         products = batch_products(groups.risk, columns, matrix=matrix)
         for done, (_, product) in enumerate(products, start=1):
@@ -125,13 +139,15 @@ def project(
             bar.update(done)
     curved = mean[:, k:]
     # mean |H_j z - H z|^2 = mean |H_j z|^2 - |H z|^2
-    gaps = torch.stack(squares) - column_dots(curved, curved).cpu()
+    sizes = column_dots(mean, mean).cpu()
+    gaps = torch.stack(squares) - sizes[k:]
     return Projections(
         small=torch.stack(small),
         leak=torch.stack(leak),
         curvature=column_dots(probes, curved).cpu(),
         gaps=gaps,
-        mean_leak=_split(basis, mean[:, :k])[1],
+        mean_leak=_split(basis.double(), mean[:, :k])[1],
+        sizes=sizes,
         groups=groups,
         num_parameters=len(basis),
     )

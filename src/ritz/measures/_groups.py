@@ -180,13 +180,17 @@ def contrasts(
             means.append(column_dots(mean, mean).cpu())
             check_samples(parts[-1].T, sum(part.shape[1] for part in parts[:-1]))
     gaps = torch.cat(parts, 1)
+    return gaps, contrast_roundoff(gaps, torch.cat(means), product_roundoff(groups.risk))
+
+
+def product_roundoff(risk: Risk) -> float:
+    """Return the relative error of the products of groups, by roundoff."""
     # The second derivatives of squared errors do not cancel. For other losses, the errors of the
     # gradients stand for those of the products.
-    known = known_loss(groups.risk.loss_fn)
-    square = known is not None and known.kind == "squared_error"
-    unit = TUNING.roundoff * torch.finfo(vectors.dtype).eps
-    unit = unit if square else group_roundoff(groups.risk)
-    return gaps, contrast_roundoff(gaps, torch.cat(means), unit)
+    known = known_loss(risk.loss_fn)
+    if known is not None and known.kind == "squared_error":
+        return TUNING.roundoff * torch.finfo(risk.theta.dtype).eps
+    return group_roundoff(risk)
 
 
 def group_roundoff(risk: Risk, size: float | None = None) -> float:

@@ -86,6 +86,11 @@ class LinearOperator(ABC):
     def __matmul__(self, block: Tensor) -> Tensor:
         return self.matmat(block)
 
+    @property
+    def roundoff(self) -> float:
+        """Relative error of a product by roundoff: the machine precision, unless more is known."""
+        return torch.finfo(self.dtype).eps
+
     def dense(self, *, max_bytes: int = 2**31) -> Tensor:
         """Return the matrix as a tensor ``(n, n)``, from ``n`` products.
 
@@ -197,6 +202,11 @@ class SumOperator(LinearOperator):
         self.terms = terms
         self._detail = " + ".join(type(term).__name__ for term in terms)
 
+    @property
+    def roundoff(self) -> float:
+        """The largest of the terms."""
+        return max(term.roundoff for term in self.terms)
+
     def _matmat(self, block: Tensor) -> Tensor:
         # Not in place: a user-defined operator may return a tensor that it still uses.
         total = self.terms[0].matmat(block)
@@ -213,6 +223,11 @@ class WrappingOperator(LinearOperator):
         n = op.shape[0] if n is None else n
         super().__init__(n, dtype=op.dtype, device=op.device, block_size=op.block_size)
         self.op, self._detail = op, detail
+
+    @property
+    def roundoff(self) -> float:
+        """That of the operator."""
+        return self.op.roundoff
 
 
 @final

@@ -167,7 +167,8 @@ def _by_structure(
 
 def _eps(op: LinearOperator) -> float:
     """Return the relative error of a sum of products: a few units of roundoff."""
-    return ROUNDOFF * torch.finfo(op.dtype).eps
+    # Within a network much more may cancel than in a sum.
+    return max(ROUNDOFF * torch.finfo(op.dtype).eps, op.roundoff)
 
 
 def _norms(block: Tensor) -> Tensor:
