@@ -253,14 +253,14 @@ def figure(result: Result) -> style.Figure:
     c = result.config
     measured = bool(result.curvature.isfinite().any())
     drawing, axes = plots.panels(1, 3 if measured else 1, width=4.4, height=3.2)
+    # Without a label: among the points, the marker of a legend would look like a further run.
     for i, values in enumerate(100 * result.best()):
-        axes[0].scatter([i] * len(values), values, color=style.STYLE.blue, s=18,
-                        label=None if i else "one point per run")  # fmt: skip
+        axes[0].scatter([i] * len(values), values, color=style.STYLE.blue, s=18)
     if _is_published(c):
         axes[0].scatter(range(len(c.methods)), [PAPER[name] for name in c.methods], marker="_",
                         s=300, color=style.STYLE.grey, label="published mean")  # fmt: skip
     axes[0].set_xticks(range(len(c.methods)), c.methods)
-    style.finish(axes[0], "", "test accuracy (%)", f"{c.model}, {c.dataset}")
+    style.finish(axes[0], "", "test accuracy (%)", f"{c.model}, {c.dataset}, all runs")
     for axis, mode in zip(axes[1:], MODES, strict=False):
         for name, colour in zip(c.methods, style.STYLE.palette, strict=False):
             values = [result.of("lambda_max", name, point, mode).nanmean() for point in c.points]
