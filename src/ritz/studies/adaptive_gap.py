@@ -592,7 +592,7 @@ def _ratio_evidence(grid: Grid, scores: Tensor) -> list[Evidence]:
     note = "there at learning rates 0.1, 0.001, 0.0001"
     return [
         _row("Table 2, right", f"{title} of {rates}: lambda_1",
-             "rises as it falls: 6.65, 20.8, 48.2", _listed(norms.mean(1)), note=note,
+             "rises as it falls: 6.7, 20.8, 48.2", _listed(norms.mean(1)), note=note,
              **signed(norms[-1] - norms[0], 1)),
         _row("Figure 4", f"{title} of {rates}: test error in %",
              "rises as it falls: 35.0, 35.2, 37.8", _listed(100 * errors.mean(1)), note=note,
