@@ -123,7 +123,7 @@ class Config:
     adam_decay: float = 0.2
     gadamx_rate: float = 0.1
     gadamx_decay: float = 0.005
-    num_seeds: int = 3
+    num_seeds: int = 6
     device: str = "cpu"
     seed: int = 0
     data: str | None = None
@@ -142,7 +142,8 @@ SIZES = {
     ),
     "paper": Config(
         dataset="cifar100", num_train=None, num_test=10_000, model="vgg16", batch_size=128,
-        num_epochs=300, adam_rate=5e-4, adam_decay=0.25, gadamx_decay=2.5e-3, device="cuda",
+        num_epochs=300, adam_rate=5e-4, adam_decay=0.25, gadamx_decay=2.5e-3, num_seeds=3,
+        device="cuda",
     ),
 }  # fmt: skip
 
