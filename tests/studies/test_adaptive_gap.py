@@ -94,3 +94,11 @@ def test_kfac_is_read_along_a_constant_ratio_of_damping_and_rate():
     expected = f"{norms[1, 1]:.3g}, {norms[0, 0]:.3g}"
     assert rows["Table 2, right"].measured == expected
     assert "learning rate of 0.1, 0.01" in rows["Figure 4"].what
+
+    # Without the run at the smaller damping, nothing is left to compare at the larger rate.
+    result.grids["kfac"][:, :, 1, 0] = math.nan
+    what = {row.what: row for row in adaptive_gap.evidence(result)}
+    assert any("learning rate 0.01:" in name for name in what)
+    assert not any("learning rate 0.1:" in name for name in what)
+    least = what["K-FAC, learning rates 0.01, 0.1: least damping that trains"]
+    assert (least.measured, least.verdict) == ("0.1, 1", "agrees")

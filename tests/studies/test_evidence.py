@@ -8,7 +8,7 @@ import torch
 
 import ritz
 from ritz import studies
-from ritz.studies._evidence import _command, all_of, judge, near, signed, spread
+from ritz.studies._evidence import PLACES, _command, all_of, judge, near, signed, spread
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results" / "studies").glob("*.safetensors"))
@@ -130,6 +130,21 @@ def test_the_command_of_a_result_names_the_nearest_size(size):
     config = dataclasses.replace(study.SIZES[size], seed=7)
     result = study.Result(config=config, names=(), series=torch.zeros(0), ensembles=torch.zeros(0))
     assert _command(result) == f"ritz study averaging_dynamics --size {size} --set seed=7"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_command_of_a_result_has_its_configuration(path):
+    result = ritz.load(path)
+    _, _, name, *options = _command(result).split()
+    values = dict(pairs := list(zip(options[::2], options[1::2], strict=True)))
+    settings = [value.partition("=")[::2] for flag, value in pairs if flag == "--set"]
+
+    study = studies.find(name)
+    config = studies.configure(studies.sized(study, values.get("--size", "small")), dict(settings))
+
+    # Folders, and whether runs are read, belong to one machine.
+    places = {key: getattr(result.config, key) for key in PLACES if hasattr(config, key)}
+    assert dataclasses.replace(config, **places) == result.config
 
 
 def test_the_spread_leaves_out_runs_that_are_missing():

@@ -53,6 +53,12 @@ def test_the_divergence_from_a_histogram_is_a_sum_over_bins():
     assert histogram_divergence(values, flat, 2) == pytest.approx(expected, abs=1e-6)
 
 
+def test_divergences_are_compared_with_the_figure_of_their_spectrum(result):
+    where = {row.what.split(":")[0]: row.where for row in graph_spectra.evidence(result)}
+    assert where["Erdős-Rényi"] == "Figure 3.1"
+    assert where["semicircle"] == "Figure 3.2"
+
+
 def test_divergences_fall_and_moments_stay_within_their_errors(result):
     for row in result.divergences.values():
         assert row.tolist() == sorted(row.tolist(), reverse=True)

@@ -37,6 +37,11 @@ def test_the_table_has_eigenvalues_and_quantities(result):
         assert word in text
 
 
+def test_quantities_that_the_section_does_not_have_are_not_compared(result):
+    verdicts = [row.verdict for row in network_spectrum.evidence(result)]
+    assert verdicts == ["extends", "extends", "agrees", "agrees"]
+
+
 def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     stored, picture = write(network_spectrum, result, tmp_path)
     found = ritz.load(stored)

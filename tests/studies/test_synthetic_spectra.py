@@ -53,6 +53,11 @@ def test_the_start_vector_is_the_same_for_every_number_of_steps(result):
     torch.testing.assert_close(few, many[:5])
 
 
+def test_a_spectrum_without_one_of_its_ends_differs(result):
+    verdicts = [row.verdict for row in synthetic_spectra.evidence(result)]
+    assert verdicts == ["agrees", "agrees", "agrees", "differs", "agrees"]
+
+
 def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     stored, picture = write(synthetic_spectra, result, tmp_path / "new")
     found = ritz.load(stored)

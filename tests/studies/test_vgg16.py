@@ -64,7 +64,7 @@ def test_evidence_compares_what_was_run(smoke, tmp_path):
     # Other networks than the published one are compared in their sharpness alone.
     assert {(row.paper, row.where) for row in rows} == {
         ("FLAT", "Section 5, Figure 8"), ("FLAT", "Section 5, Figure 10"), ("GADAM", "Table 9"),
-        ("FLAT", "Figure 11"),
+        ("FLAT", "Figures 11, 12"),
     }  # fmt: skip
     files = studies.write(vgg16, result, tmp_path)
     assert str(ritz.load(files[0])) == str(result)

@@ -219,8 +219,6 @@ def evidence(result: Result) -> Iterator[Evidence]:
         ("Table 2", "Gadam against AdamW", "Gadam from 50%", "AdamW, linear", -1),
         ("Figure 9", "Gadam averaged every step against every epoch", "Gadam every step",
          "Gadam from 50%", 0),
-        ("Figure 10, Table 7", "Gadam averaged from the start against from the half",
-         "Gadam from 0%", "Gadam from 50%", 0),
         ("Table 8", "GadamAuto against Gadam", "GadamAuto", "Gadam from 50%", 0),
         ("Table 8", "SWA-Auto against SGD", "SWA-Auto", "SGD, linear", 1),
         ("Figure 8", "Lookahead with SGD against SGD", "SGD + Lookahead", "SGD, linear", -1),
@@ -239,7 +237,7 @@ def evidence(result: Result) -> Iterator[Evidence]:
             measured=spread(gap),
             **signed(gap, sign, margin=POINTS),
         )
-    yield from (*_by_decay(result), _gap(result), _norms(result))
+    yield from (*_starts(result), *_by_decay(result), _gap(result), _norms(result))
 
 
 def setting(result: Result) -> str:
@@ -251,22 +249,40 @@ def setting(result: Result) -> str:
     )
 
 
+def _starts(result: Result) -> Iterator[Evidence]:
+    """Yield what Gadam gains over AdamW by the start of its average, and the earliest start."""
+    gaps = [result.difference(f"Gadam from {share:.0%}", "AdamW, linear")
+            for share in (0.25, 0.5, 0.75)]  # fmt: skip
+    early = result.difference("Gadam from 0%", "Gadam from 50%")
+    for what, published, measured, known in (
+        ("Gadam averaged from 25, 50, 75 % on against AdamW", "lower for any reasonable start",
+         ", ".join(map(spread, gaps)), all_of(*(signed(gap, -1) for gap in gaps))),
+        ("Gadam averaged from the first epoch against from the half", "-", spread(early),
+         {"verdict": "extends", "why": "the paper shows curves"}),
+    ):  # fmt: skip
+        yield Evidence(paper="GADAM", where="Figure 10, Table 7", what=f"test error in %, {what}",
+                       published=published, measured=measured, **known)  # fmt: skip
+
+
 def _by_decay(result: Result) -> Iterator[Evidence]:
     names = ["SWA, decay 0", "SWA, decay 0.0001", "SWA from 50%", "SWA, decay 0.002"]
     places = [result.names.index(name) for name in names]
     # Negative: the error falls.
     gains = 100 * (result.measure("average") - result.measure("last"))[places]
     ensembles = 100 * (result.ensembles - result.singles)[places]
-    alone = located(float(ensembles[-1] - ensembles[0]), 0.0, -math.inf, 0.0)
-    for what, values, known in (
-        ("iterate average", gains.mean(1), signed(gains[-1] - gains[0], -1)),
-        ("ensemble", ensembles, {"verdict": alone, "why": "one ensemble, of all seeds"}),
-    ):
+    alone = located(float(ensembles[-1] - ensembles[0]), 0.0, -POINTS, POINTS)
+    note = f"tolerance {POINTS:g}; one ensemble, of all seeds"
+    for what, published, values, known in (
+        ("iterate average", "the gain grows with the decay", gains.mean(1),
+         signed(gains[-1] - gains[0], -1)),
+        ("ensemble", "the gain hardly depends on the decay", ensembles,
+         {"verdict": alone, "why": note}),
+    ):  # fmt: skip
         yield Evidence(
             paper="GADAM",
             where="Figures 2b, 3",
             what=f"change of the test error in % by the {what}, by weight decay",
-            published="the gain grows with the decay",
+            published=published,
             measured=", ".join(f"{value:.2f}" for value in values),
             **known,
         )
@@ -294,7 +310,8 @@ def _norms(result: Result) -> Evidence:
     pairs = zip(last.mean(1).tolist(), average.mean(1).tolist(), strict=True)
     return Evidence(
         paper="SPECTRA",
-        where="Theorem 20, Figures 7.5, 7.6",
+        # Theorem 20 compares with the mean norm of the iterates, and holds for any weights.
+        where="Figures 7.5, 7.6",
         what="norm of the weights, last iterate and average, of SWA and of Gadam",
         published="the average is smaller",
         measured="; ".join(f"{a:.2f}, {b:.2f}" for a, b in pairs),

@@ -162,12 +162,13 @@ def evidence(result: Result) -> Iterator[Evidence]:
         entropies, errors = result.entropies[series], result.errors[series][:, -1]
         # Rises below 1e-3 come from moments that had to be relaxed.
         rises, count = int((entropies.diff(dim=1).amax(1) >= 1e-3).sum()), len(result.names)
-        holds = rises == (0 if series == "MEMe" else count)
+        # Published for one matrix: MEMe never rises, and BMxnt usually does.
+        holds = rises == 0 if series == "MEMe" else 2 * rises > count
         yield Evidence(
             paper="SPECTRA",
             where="Figure 2.1",
             what=f"{series}: matrices whose entropy rises somewhere with the moments",
-            published="none" if series == "MEMe" else "all: it rises from 12 moments on",
+            published="0 of 1" if series == "MEMe" else "1 of 1, from 12 moments on",
             measured=f"{rises} of {count}",
             verdict="agrees" if holds else "differs",
         )

@@ -205,6 +205,8 @@ def figure(result: Result) -> style.Figure:
     axes[1].invert_yaxis()
     style.finish(axes[1], "symmetric KL divergence", "", "From a random half of a graph",
                  xscale="log")  # fmt: skip
+    # Among the points, the markers of a legend would look like further graphs.
+    style.share_legend(drawing)
     return drawing
 
 

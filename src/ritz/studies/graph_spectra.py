@@ -148,8 +148,8 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 def evidence(result: Result) -> Iterator[Evidence]:
     """Yield the divergences from the exact spectra."""
     figures = {
-        "semicircle": "Figure 3.1",
-        "Erdős-Rényi": "Figure 3.2",
+        "Erdős-Rényi": "Figure 3.1",
+        "semicircle": "Figure 3.2",
         "Barabási-Albert": "Figure 3.3",
     }
     for name, divergence in result.divergences.items():

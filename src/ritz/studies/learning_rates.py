@@ -412,7 +412,7 @@ def _rule(result: Result, optimizer: int) -> Evidence:
     gap = (errors[:, 0] - errors[:, 1]) * (1 if expected else -1)
     return Evidence(
         paper="SPECTRA",
-        where="Figure 5.7b" if expected else "Figures 5.15, 5.16",
+        where="Section 5.7.0.2" if expected else "Figures 5.15, 5.16",
         what=f"{OPTIMIZERS[optimizer]}: test error in % at B = {sizes[place]:,}, linear and "
         "square-root rule",
         published="linear is better" if expected else "square root is better",
@@ -431,7 +431,7 @@ def _far(result: Result) -> Evidence:
     values = column(correlations)
     return Evidence(
         paper="SPECTRA",
-        where="Figure 5.8",
+        where="Section 5.7.0.2, Figure 5.8",
         what="SGD: correlation of test error with the distance from the initial weights",
         published="farther is better",
         measured=spread(values.round(decimals=3)),
