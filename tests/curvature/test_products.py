@@ -99,6 +99,15 @@ def test_the_error_of_a_trace_holds_the_digits_that_a_loss_loses_in_float32(matr
     assert (op + op).roundoff == (2 * op).roundoff == op.roundoff > 1e-4
 
 
+def test_the_roundoff_of_a_known_loss_takes_no_product(monkeypatch):
+    op = hessian(
+        Risk(case("mlp").model, nn.CrossEntropyLoss(), case("mlp").data, precision="float32")
+    )
+    monkeypatch.setattr(op.products, "roundoff", None)
+
+    assert op.roundoff == torch.finfo(torch.float32).eps
+
+
 def test_products_that_are_roundoff_in_float32_say_how_to_compute_them():
     target = labels(3, 8)
     # Every label is certain: its odds are about e^16.

@@ -14,7 +14,13 @@ from ritz._core.batch_norm import batch_norms
 from ritz._core.checks import check_choice, check_count, check_tensor
 from ritz._core.modes import recording
 from ritz.curvature._batches import batch_seeds
-from ritz.curvature._losses import KnownLoss, as_likelihood, output_hessian, sample_losses
+from ritz.curvature._losses import (
+    KnownLoss,
+    as_likelihood,
+    known_loss,
+    output_hessian,
+    sample_losses,
+)
 from ritz.curvature._module_gradients import full_name, owners
 from ritz.curvature._parameters import (
     Context,
@@ -76,7 +82,13 @@ class CurvatureOperator(LinearOperator):
 
     @cached_property
     def roundoff(self) -> float:
-        """Relative error of a product: four times that of one, which is compared with float64."""
+        """Relative error of a product: the machine precision, or measured beside float64.
+
+        It is measured for user-defined losses only, at the cost of a product in both precisions.
+        The derivatives of known losses are computed without cancellation.
+        """
+        if known_loss(self.risk.loss_fn) is not None:
+            return super().roundoff
         # Of 108 networks that were fitted to a loss of 1e-7, with nine forms of cross-entropy, the
         # error of the trace was at most 2.3 times that of the product.
         return max(super().roundoff, 4 * self.products.roundoff())
