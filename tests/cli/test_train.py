@@ -132,6 +132,7 @@ def test_a_run_that_diverges_exits_with_code_one(here, tmp_path, capsys):
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--epochs", "0"], "--epochs must be at least 1, got 0"),
         (["--watch", "0"], "--watch must be at least 1, got 0"),
+        (["--watch", "3"], "--watch must be between 1 and 2, got 3"),
         (["--average-from", "9"], "--average-from must be between 1 and 2, got 9"),
         (["--optimizer", "gadan"], "no optimiser is named 'gadan'; did you mean gadam"),
         (["--schedule", "cosine"], "linear, linear_held, step; got 'cosine'"),

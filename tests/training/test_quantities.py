@@ -362,6 +362,7 @@ IMPOSSIBLE = {
     "gsnr": ("gsnr cannot be measured: the loss of a batch must be the mean", {}),
     "noise_scale": ("noise_scale cannot be measured: the loss of a batch must be the mean", {}),
     "tic_diagonal": ("tic_diagonal cannot be measured: .*no exact diag", {"loss": cross_entropy}),
+    "effective_rates": ("effective_rates cannot be measured: no normalisation layer", {}),
 }
 
 

@@ -546,11 +546,16 @@ def _(snapshot: Snapshot) -> Record:
     return {"distance": moved.l2, "distance_max": moved.linf}
 
 
+def _require_normalisation(snapshot: Snapshot) -> None:
+    if not snapshot.memory.invariant_weights(snapshot.risk):
+        raise ValueError("no normalisation layer follows a weight of this model")
+
+
 @register_quantity(
     "effective_rates",
     "learning rate over squared norm, for weights that a normalisation layer follows",
     group="weights",
-    check=lambda snapshot: snapshot.memory.invariant_weights(snapshot.risk),
+    check=_require_normalisation,
 )
 def _(snapshot: Snapshot) -> Record:
     if snapshot.optimizer is None:

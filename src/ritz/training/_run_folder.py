@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ritz._core.batch_norm import BatchNormMode
+from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.storage import CorruptFileError, to_json
 from ritz._core.training_config import TrainingConfig, check_same
@@ -119,7 +120,7 @@ def train_run(
         folder: Created if missing.
         loss_fn: The loss that ``config.loss`` names.
         device: Device, if other than that of ``config``.
-        watch: Epochs between measurements. Defaults to no measurements.
+        watch: Epochs between measurements, at most all. Defaults to no measurements.
         quantities: Quantities to measure; see :class:`CurvatureMonitor`.
         monitor_options: Other arguments of :class:`CurvatureMonitor`, and ``num_samples``, the
             number of watched samples. Defaults to :func:`num_watched`.
@@ -136,6 +137,8 @@ def train_run(
         fixed = {name: now[name] for name in now if name not in ("training", "data_dir")}
         check_same(before, fixed, target / CONFIG)
     if watch is not None:
+        # A longer interval would measure nothing.
+        check_count("watch", watch, high=config.training.num_epochs)
         options = monitor_options or {}
         monitors = [make_monitor(config, model, parts, loss_fn, watch, quantities, options)]
     return fit(
