@@ -97,7 +97,8 @@ def entry(name, path, node):
         # Methods of torch that a class overrides have the docstrings of torch.
         if not docstring(child) or any(kind.endswith((".setter", "overload")) for kind in kinds):
             continue
-        shown = child.name if "property" in kinds else signature(child.name, child, width=None)
+        is_value = kinds & {"property", "cached_property"}
+        shown = child.name if is_value else signature(child.name, child, width=None)
         details.append(f"- `{shown}`: {summary(child)}")
     return [code(head), f"{summary(node)} {source}", *(["\n".join(details)] if details else [])]
 

@@ -186,6 +186,16 @@ def test_the_truncation_is_added_in_full():
         torch.testing.assert_close(fixed.error(level), plain.error(level) + 0.5)
 
 
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_intervals_of_few_skewed_samples_grow_with_the_level(count):
+    skewed = Estimate.of(torch.eye(count)[0].double(), method="probes", num_products=count)
+
+    errors = [float(skewed.error(level)) for level in (0.0, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99)]
+
+    assert errors == sorted(errors)
+    assert errors[0] >= 0
+
+
 def test_intervals_of_level_zero_and_one():
     estimate = Estimate.of(normal_quantiles(9), method="probes", num_products=9, truncation=0.25)
     assert float(estimate.error(0.0)) == 0.25

@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn import functional
 
 from ritz.curvature import Risk, fisher, ggn, hessian
+from ritz.curvature._products import Products
+from ritz.curvature._shared import gradient_roundoff
 from ritz.spectra import trace
 
 
@@ -97,6 +99,47 @@ def test_the_error_of_a_trace_holds_the_digits_that_a_loss_loses_in_float32(matr
     assert 1e-4 * float(exact) < gap <= float(found.error()) < 0.5 * float(exact)
     assert exact_op.roundoff == torch.finfo(torch.float64).eps
     assert (op + op).roundoff == (2 * op).roundoff == op.roundoff > 1e-4
+
+
+class SinglePrecision(nn.Linear):
+    def forward(self, x):
+        assert x.dtype == torch.float32
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [SinglePrecision, nn.Linear])
+def test_a_trace_needs_neither_float64_nor_its_memory(monkeypatch, model):
+    risk = Risk(model(3, 3), cross_entropy, (noise(8, 3).float(), labels(3, 8)))
+    op, whole = hessian(risk, engine="eager"), Products._part
+
+    def part(products, vectors, key, context):
+        if vectors.dtype == torch.float64:
+            raise torch.OutOfMemoryError("no more")
+        return whole(products, vectors, key, context)
+
+    monkeypatch.setattr(Products, "_part", part)
+
+    assert float(trace(op)) > 0
+    assert op.roundoff == torch.finfo(torch.float32).eps
+    assert gradient_roundoff(risk)[0] == 0 or model is nn.Linear
+
+
+def test_the_roundoff_is_measured_on_parts_of_a_batch_that_fit_memory(monkeypatch):
+    risk = Risk(nn.Linear(3, 3), cross_entropy, (noise(8, 3).float(), labels(3, 8)))
+    op, whole, sizes = hessian(risk, engine="eager"), Products._part, []
+
+    def part(products, vectors, key, context):
+        sizes.append(context.size)
+        if context.size > 2:
+            raise torch.OutOfMemoryError("no more")
+        return whole(products, vectors, key, context)
+
+    monkeypatch.setattr(Products, "_part", part)
+    op @ risk.theta
+    sizes.clear()
+
+    assert op.products.roundoff() > 0
+    assert sizes == [2] * 8  # four parts in each precision
 
 
 def test_the_roundoff_of_a_known_loss_takes_no_product(monkeypatch):

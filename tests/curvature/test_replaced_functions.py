@@ -225,3 +225,44 @@ def test_cross_entropy_inside_a_loss_or_model_keeps_its_digits_in_float32(name):
     for found, exact in zip(values("float32"), values("float64"), strict=True):
         assert (found - exact).norm() < 1e-5 * exact.norm()
     assert values("float64")[0] < 1e-6
+
+
+def half_precision(f, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return functional.binary_cross_entropy_with_logits(
+            f @ torch.eye(3), functional.one_hot(y[:, 0], 3).float()
+        )
+
+
+ARGUMENTS = {
+    "several labels of the same outputs": lambda f, y: torch.vmap(
+        functional.cross_entropy, (None, 1)
+    )(f, y).mean(),
+    "no classes": lambda f, y: f.square().mean() + f[:, :0].log_softmax(1).sum(),
+    "autocast": half_precision,
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_cross_entropy_inside_a_loss_takes_the_arguments_that_torch_takes(name):
+    inputs, target = noise(8, 4).float(), torch.stack([labels(3, 8), labels(3, 8).flip(0)], 1)
+    model = nn.Linear(4, 3)
+
+    found = ritz.Risk(model, ARGUMENTS[name], (inputs, target)).loss()
+
+    expected = ARGUMENTS[name](model(inputs), target).detach()
+    assert found == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_log_softmax_returns_float32_where_autocast_does(monkeypatch):
+    # On a GPU log_softmax is one of the functions that autocast computes in float32.
+    plain = functional.log_softmax
+    monkeypatch.setattr(functional, "log_softmax", lambda f, dim: plain(f.float(), dim))
+    inputs, target = noise(8, 4).float(), labels(3, 8)
+
+    def loss_fn(f, y):
+        return functional.nll_loss(f.bfloat16().log_softmax(1), y)
+
+    model = nn.Linear(4, 3)
+    expected = functional.nll_loss(plain(model(inputs).bfloat16().float(), 1), target).detach()
+    assert ritz.Risk(model, loss_fn, (inputs, target)).loss() == pytest.approx(float(expected))

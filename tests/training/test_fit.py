@@ -1,5 +1,6 @@
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -223,6 +224,23 @@ def test_batches_may_be_dictionaries_or_have_a_user_defined_forward():
         fit(model, data, num_epochs=2, forward=forward, optimizer_settings={"lr": 0.1})
         found.append(state(model))
     assert_same_bits(found[0], found[1])
+
+
+def test_arrays_of_names_beside_tensors_are_passed_to_the_model():
+    x, y = samples(24)
+    names = np.array(["a"] * 24)
+    models = network(), network()
+
+    def forward(model, batch):
+        assert batch["names"] is names
+        return model(batch["input"]), batch["labels"]
+
+    batch = {"input": x, "names": names, "labels": y}
+    loader = DataLoader(range(1), batch_size=None, collate_fn=lambda _: batch)
+    fit(models[0], loader, num_epochs=1, forward=forward)
+    fit(models[1], [(x, y)], num_epochs=1)
+
+    assert_same_bits(*map(state, models))
 
 
 def test_gradients_are_clipped():

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,16 @@ def test_every_kind_of_number_of_a_monitor_reaches_the_writer_and_sweeps(number)
     assert [tag for tag, _ in writer.told if tag.startswith("curvature/")] == ["curvature/depth"]
     assert float(result.metrics["depth"]) == 3.0
     assert not {"flag", "epoch", "step"} & result.metrics.keys()
+
+
+def test_a_sweep_has_nan_where_the_last_number_of_a_monitor_is_not_finite():
+    def monitor(count, model, optimizer):
+        return {"depth": 3.0 if count == 1 else math.inf}
+
+    monitor.unit = "epoch"
+    result = sweep(network, samples(), {}, seeds=1, num_epochs=2, monitors=[monitor])
+
+    assert math.isnan(result.metrics["depth"])
 
 
 def test_a_user_defined_loop_is_monitored_and_unchanged(tmp_path):

@@ -122,7 +122,6 @@ def to_device(batch: Batch, device: torch.device, *, non_blocking: bool = False)
     """Return a batch with all its tensors on a device. Other mappings become dictionaries."""
 
     def move(leaf: Any) -> Any:
-        leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
         return leaf.to(device, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
 
     return tree_map(move, as_plain(batch))

@@ -114,7 +114,8 @@ class _Terms(torch.autograd.Function):
         likeliest = outputs.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()
         log_p_y = outputs.gather(1, label) - likeliest
         # p_y - 1 = -sum_{k != y} p_k, which does not cancel
-        others = p.scatter_(1, label, 0.0)
+        # Not in place: under vmap, the labels may have an axis that the outputs lack.
+        others = p.scatter(1, label, 0.0)
         slope = others.sum(1, keepdim=True).neg_()
         # log p_y = log(1 + (p_y - 1)) keeps its digits if the label is likely.
         terms = torch.where(slope > -0.5, slope.log1p(), log_p_y).neg_()
@@ -163,8 +164,9 @@ def accurate_entropy(outputs: Tensor, target: Tensor, ignored: int) -> Tensor:
 def binary_terms(outputs: Tensor, target: Tensor, positive: Tensor | float = 1.0) -> Tensor:
     """Return the binary cross-entropy of each output. ``positive`` weights the label 1."""
     # -y log sigmoid(f) - (1 - y) log sigmoid(-f). In that of torch, sigmoid(f) - y cancels.
+    wide = _wide(outputs)
     negative, plain = (
-        functional.softplus(sign * outputs, threshold=TUNING.threshold) for sign in (-1, 1)
+        functional.softplus(sign * wide, threshold=TUNING.threshold) for sign in (-1, 1)
     )
     return positive * target * negative + (1 - target) * plain
 

@@ -240,7 +240,8 @@ class Estimate(HasStatus):
         # Hall (1992), Section 3.5: Student's interval of N samples with skewness g is too short by
         # the fraction g^2 (z^4 + 2 z^2 - 3) / (18 N), if this is small.
         z = min(quantile, TUNING.largest_quantile)
-        short = likely.square() * ((z**4 + 2 * z**2 - 3) / (18 * count))
+        # At low levels, where it is too long for many samples, few samples could make it negative.
+        short = likely.square() * (max(0.0, z**4 + 2 * z**2 - 3) / (18 * count))
         return torch.where(short < 1, 1 + short, 2 * short.sqrt().sqrt())
 
     def _unseen(self) -> Tensor:

@@ -15,7 +15,7 @@ from torch.func import vmap
 from torch.nn.modules.conv import _ConvNd
 
 from ritz._core import cross_entropy
-from ritz._core.attempts import UNSUITABLE, attempt, first_line
+from ritz._core.attempts import attempt, first_line
 from ritz._core.batches import tensors
 from ritz._core.blocks import euclidean_norm
 from ritz._core.checks import check_choice, check_count, is_below
@@ -256,21 +256,23 @@ class Products:
         """Return the relative error of a product by roundoff, measured on up to eight batches.
 
         The product is compared with one in float64. The error is zero in float64, for models of
-        more than 2^26 parameters, and if the model cannot be called in float64.
+        more than 2^26 parameters, and if the model cannot be called in float64 or memory is short.
         """
         theta = self.risk.theta
         if theta.dtype == torch.float64 or len(theta) > ROUNDOFF.parameters:
             return 0.0
-        sums, _ = attempt(self._compare, *UNSUITABLE)
-        # If one process failed and raised, the others would wait for it forever.
-        total = torch.zeros(2, dtype=torch.float64) if sums is None else sums
+        # A model can raise any error if its data are float64. If one process failed and raised, the
+        # others would wait for it forever.
+        total = torch.zeros(2, dtype=torch.float64)
+        with suppress(Exception):
+            total = self._compare()
         gap, size = self.risk.sum_over_processes(total.to(theta.device)).tolist()
         return math.sqrt(gap / size) if size else 0.0
 
     def _compare(self) -> Tensor:
         """Return the squared norms of the error of a product, and of the product itself."""
         risk, precise = self.risk, copy.copy(self)
-        precise.risk = risk.in_float64()
+        precise.risk, precise._cached, precise._room = risk.in_float64(), {}, 0
         rng = torch.Generator().manual_seed(0)
         vector = torch.randn(risk.theta.shape, generator=rng, dtype=torch.float64).to(risk.theta)
         wide = vector.double()
@@ -283,8 +285,9 @@ class Products:
             if (extra := self.extra(index)) is not None:
                 context = replace(context, extra=extra)
             product = self._batch(vector[None], index, context)[0]
-            column: Any = self._choice.column  # chosen in the first product
-            exact = precise._eager(column, as_double(context), wide[None])[0]
+            # Chosen in the first product. No trace is shared, because none holds for float64.
+            precise._choice = Choice("eager", self._choice.column)
+            exact = precise._batch(wide[None], index, as_double(context))[0]
             error.add_(product - exact, alpha=weight)
             total.add_(exact + self.shift * wide, alpha=weight)
         return torch.stack([error.square().sum(), total.square().sum()])

@@ -127,16 +127,18 @@ def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
 
 
 def _log_softmax(input: Tensor, dim: int | None = None, *others: Any, **options: Any) -> Tensor:
-    if dim is None or not input.ndim:
-        return functional.log_softmax(input, dim, *others, **options)
     # In functional.log_softmax a stack level comes before the dtype.
     for dtype in (each for each in (*others, *options.values()) if isinstance(each, torch.dtype)):
         input = input.to(dtype)
+    if dim is None or not input.ndim or not input.numel():
+        return functional.log_softmax(input, dim)
     rows = input.unsqueeze(0).movedim(dim % input.ndim + 1, 1)
     # Only the logarithm of the largest probability cancels: log p = -(cross-entropy of its class).
     top = rows.detach().argmax(1)
     largest = -entropy_terms(rows, top, ignored=-1).unsqueeze(1)
-    plain = functional.log_softmax(rows, 1).scatter(1, top.unsqueeze(1), largest.to(rows.dtype))
+    # Under autocast on a GPU this is in float32, whatever the dtype of the rows.
+    plain = functional.log_softmax(rows, 1)
+    plain = plain.scatter(1, top.unsqueeze(1), largest.to(plain.dtype))
     return plain.movedim(1, dim % input.ndim + 1).squeeze(0)
 
 

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from ritz._core.attempts import UNSUITABLE, attempt
 from ritz._core.batch_norm import batch_norms
 from ritz._core.checks import check_choice, check_count, check_type
 from ritz._core.progress import Progress, tracking
@@ -350,13 +350,16 @@ def gradient_roundoff(risk: Risk) -> tuple[float, float]:
     """Return the root mean square error and norm of the gradients of single batches.
 
     The gradients of up to eight batches are compared with those in float64. The error is zero in
-    float64, for models of more than 2^26 parameters, and if the model cannot be called in float64.
+    float64, for models of more than 2^26 parameters, and if the model cannot be called in float64
+    or memory is short.
     """
     if risk.theta.dtype == torch.float64 or len(risk.theta) > ROUNDOFF.parameters:
         return 0.0, 0.0
-    sums, _ = attempt(lambda: _compare_gradients(risk), *UNSUITABLE)
-    # If one process failed and raised, the others would wait for it forever.
-    total = torch.zeros(3, dtype=torch.float64) if sums is None else sums
+    # A model can raise any error if its data are float64. If one process failed and raised, the
+    # others would wait for it forever.
+    total = torch.zeros(3, dtype=torch.float64)
+    with suppress(Exception):
+        total = _compare_gradients(risk)
     gap, size, count = risk.sum_over_processes(total.to(risk.theta.device)).tolist()
     return (math.sqrt(gap / count), math.sqrt(size / count)) if count else (0.0, 0.0)
 

@@ -514,7 +514,9 @@ def outcome(result: TrainingResult) -> Outcome:
     # The last record of each quantity counts, as it does for the metrics of epochs.
     for record in read_log(result.log) if result.log is not None else ():
         if record["kind"] == "curvature":
-            metrics |= scalars(record)
+            # A number that was not finite is null in the log.
+            undefined = metrics.keys() & {name for name in record if record[name] is None}
+            metrics |= scalars(record) | dict.fromkeys(undefined, math.nan)
     return metrics, result.status
 
 

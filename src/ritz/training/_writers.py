@@ -28,7 +28,7 @@ def check_writer(writer: Any) -> None:
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a record, without its lists and texts and where it was made."""
+    """Return the finite numbers of a record, without its epoch and step."""
     numbers = {}
     for name, value in record.items():
         # User-defined quantities and monitors return numbers of Python, NumPy or torch.
