@@ -17,8 +17,8 @@ from ritz._core.journal import Journal, Parts
 from ritz.curvature import Risk, gradient_statistics, noise_sample
 from ritz.measures import calibrated_sharpness, excess_risk
 from ritz.studies._protocol import StatePath, column, seeded
-from ritz.studies._training import new_network
-from ritz.training import CurvatureMonitor, fit
+from ritz.studies._training import fit_whole, new_network
+from ritz.training import CurvatureMonitor
 
 NOISES: tuple[Literal["full", "diagonal"], ...] = ("full", "diagonal")  # of Figure 2
 
@@ -147,14 +147,12 @@ class Runner:
             monitor(0, model, None)
         # A run of hours can resume. Its files are in a folder beside the state of the study.
         folder = None if state is None else Path(state).with_name(f"training {Path(state).name}")
-        result = fit(
+        result = fit_whole(
             model, sets, optimizer_settings={"lr": rate, "momentum": 0.9, "weight_decay": 5e-4},
             num_epochs=count, schedule="step", warmup=warmup, seed=seed, evaluate_every=count,
             monitors=[] if monitor is None else [monitor], checkpoint=folder,
             **options,
         )  # fmt: skip
-        if result.status.outcome == "interrupted":  # fit takes ctrl-C as a wish to save
-            raise KeyboardInterrupt
         if folder is not None:
             # From here on, the state of the study has the result.
             shutil.rmtree(folder)

@@ -1,7 +1,7 @@
 """Data, small networks, short trainings and power laws that several studies share.
 
 Trainings here are plain loops at a constant learning rate. Studies of the training loop itself call
-:func:`ritz.training.fit`.
+:func:`fit_whole`.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 from torch.optim import SGD, Optimizer
 
-from ritz import data, measures, models
+from ritz import data, measures, models, training
 from ritz._core.progress import Progress, tracking
 from ritz.curvature import Risk, hessian
 from ritz.spectra import eigenpairs
@@ -24,6 +24,14 @@ from ritz.studies._protocol import column, seeded
 Samples = tuple[Tensor, Tensor]  # inputs and labels
 # Small networks for a CPU.
 NARROW: dict[str, dict[str, Any]] = {"mlp": {"hidden": (64,)}, "lenet": {"width": 2}}
+
+
+def fit_whole(*args: Any, **options: Any) -> training.TrainingResult:
+    """Train by :func:`ritz.training.fit`; raise if ctrl-C or SIGTERM ended the training early."""
+    result = training.fit(*args, **options)
+    if result.status.outcome == "interrupted":  # the study must not measure such a network
+        raise KeyboardInterrupt
+    return result
 
 
 def load_pooled(config: Any, device: torch.device | str) -> tuple[Samples, Samples]:

@@ -26,8 +26,13 @@ from ritz.curvature import Risk
 from ritz.optim import DampedAdamW
 from ritz.studies._evidence import Evidence, signed, spread
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, seeded, track
-from ritz.studies._training import Samples, largest_eigenvalue, new_network, train_epochs
-from ritz.training import fit
+from ritz.studies._training import (
+    Samples,
+    fit_whole,
+    largest_eigenvalue,
+    new_network,
+    train_epochs,
+)
 
 NEWTON: dict[str, Any] = {"num_steps": 20, "start": "random", "matrix": "ggn"}
 # Name of the optimiser in ``fit`` and its settings, by method.
@@ -130,9 +135,9 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
                 at_loss[:, k, i, j] = _at_loss(each, sets, rate, delta)
         for name, (optimizer, settings) in METHODS.items():
             model, train = _network(each, sets)
-            result = fit(model, train, optimizer=optimizer, optimizer_settings=settings,
-                         num_epochs=config.num_epochs, batch_size=config.batch_size,
-                         seed=each.seed)  # fmt: skip
+            result = fit_whole(model, train, optimizer=optimizer, optimizer_settings=settings,
+                               num_epochs=config.num_epochs, batch_size=config.batch_size,
+                               seed=each.seed)  # fmt: skip
             done = result.num_epochs == config.num_epochs
             errors[name][i] = 1 - result.history["train_accuracy"][-1] if done else math.nan
     return Result(config=config, at_loss=at_loss, errors=errors)

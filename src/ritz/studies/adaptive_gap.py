@@ -36,8 +36,7 @@ from ritz.plots._shared import style
 from ritz.studies._adaptive_gap_figure import draw
 from ritz.studies._evidence import Evidence, all_of, located, signed
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, seeded, track
-from ritz.studies._training import largest_eigenvalue, new_network
-from ritz.training import fit
+from ritz.studies._training import fit_whole, largest_eigenvalue, new_network
 
 Part = Literal["lopt", "grid", "newton"]
 PARTS = get_args(Part)
@@ -321,7 +320,7 @@ def _network_run(
 ) -> Tensor:
     """Return training error, test error and largest eigenvalue after a run."""
     model, train = _network(sets, setup, seed)
-    result = fit(
+    result = fit_whole(
         model, (train, sets.test), optimizer=name, optimizer_settings=dict(settings),
         schedule="linear", num_epochs=setup.num_epochs, evaluate_every=setup.num_epochs,
         batch_size=setup.batch_size, augment=setup.augmentation or False, seed=seed,
@@ -389,7 +388,7 @@ def _curve(sets: Any, setup: Setup, seed: int, name: str, settings: dict[str, An
     model, train = _network(sets, setup, seed)
     # First-order methods get more epochs, so that the curves reach the same time.
     epochs, clock = setup.newton_epochs * (1 if name == NEWTON else setup.longer), Clock()
-    result = fit(
+    result = fit_whole(
         model, train, optimizer=name, optimizer_settings=settings, num_epochs=epochs,
         batch_size=setup.batch_size, augment=setup.augmentation or False, seed=seed,
         monitors=[clock],

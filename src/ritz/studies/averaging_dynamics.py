@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ritz import data, optim, plots, training
+from ritz import data, optim, plots
 from ritz._core.progress import Progress
 from ritz.plots._shared import style
 from ritz.studies._evidence import POINTS, Evidence, signed, spread
@@ -25,7 +25,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
-from ritz.studies._training import new_network, small_network
+from ritz.studies._training import fit_whole, new_network, small_network
 
 SERIES = (
     "error",
@@ -362,7 +362,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     # Settings of the optimiser and of the network; the rest are options of fit.
     names = ("lr", "weight_decay", "batch_norm")
     model = _network(config, images, seed, batch_norm=options.get("batch_norm", True))
-    result = training.fit(
+    result = fit_whole(
         model, train, validation=held, num_epochs=count, batch_size=config.batch_size, seed=seed,
         drop_last=True, monitors=[norms],
         optimizer_settings={key: options[key] for key in names[:2]},

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ritz import data, optim, plots, training
+from ritz import data, optim, plots
 from ritz._core.checks import check_range
 from ritz._core.progress import Progress
 from ritz.plots._shared import style
@@ -30,7 +30,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
-from ritz.studies._training import small_network, with_wrong_labels
+from ritz.studies._training import fit_whole, small_network, with_wrong_labels
 
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 5e-4}
 # The best of five pairs of learning rate and decay, by the held-out error of another seed.
@@ -336,7 +336,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     if {"average_from", "patience"} & others.keys():
         # The model then ends with the averaged weights, whose norm is measured.
         others["final"] = "average"
-    result = training.fit(
+    result = fit_whole(
         model, train, validation=images.validation, test=images.test,
         optimizer_settings=settings, num_epochs=config.num_epochs, batch_size=config.batch_size,
         augment=False, seed=seed, drop_last=True, monitors=[norm],

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ritz import data, measures, plots, training
+from ritz import data, measures, plots
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz.curvature import Risk, curvature_operator, hessian
@@ -14,6 +14,7 @@ from ritz.curvature._shared import ENGINES, EngineName
 from ritz.plots._shared import style
 from ritz.spectra import Spectrum, eigenpairs, lanczos
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded
+from ritz.studies._training import fit_whole
 from ritz.training import TrainingResult
 
 MATRICES: dict[str, tuple[Any, Any]] = {
@@ -174,7 +175,7 @@ def _train(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         model = network().to(device)
-    return model, training.fit(
+    return model, fit_whole(
         model,
         images,
         test=test,

@@ -32,7 +32,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
-from ritz.studies._training import new_network
+from ritz.studies._training import fit_whole, new_network
 
 Network = Literal["logistic", "mlp", "lenet"]
 # (10, 100) hidden units: the 9,960 parameters of the paper.
@@ -261,7 +261,7 @@ def _train(
     train = images.train.take(config.num_train)
     # The seed sets the initial weights and the order of the batches, for every weight decay alike.
     model = _network(network, images, seed)
-    training.fit(
+    fit_whole(
         model, train, num_epochs=epochs, batch_size=config.batch_size, augment=False, seed=seed,
         schedule="linear", schedule_unit="step",
         optimizer_settings={"lr": config.lr, "momentum": 0.9, "weight_decay": decay},

@@ -35,6 +35,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
+from ritz.studies._training import fit_whole
 
 # Presets by method; the averages of ASGD, Gadam and GadamX begin at the half.
 PRESETS = {
@@ -271,7 +272,7 @@ def _train(config: Config, text: TextData, name: str, seed: int) -> Tensor:
     model = models.create(
         "lstm", num_classes=text.num_classes, generator=seeded(seed), device=config.device, **sizes
     )
-    result = training.fit(
+    result = fit_whole(
         model, text.train, validation=text.validation, test=text.test,
         config=training.preset_config(PRESETS[name], **_changes(config, name)),
         evaluation_batch_size=STREAMS, seed=seed,

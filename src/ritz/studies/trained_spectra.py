@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ritz import data, plots, training
+from ritz import data, plots
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz.curvature import Risk, fisher, ggn, hessian
@@ -29,7 +29,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
-from ritz.studies._training import new_network
+from ritz.studies._training import fit_whole, new_network
 
 # What is recorded of every run. A share is one of eigenvalues, or of entries of a diagonal.
 MEASURES = (
@@ -255,7 +255,7 @@ def _measure(config: Config, seed: int) -> Cell:
     train = images.train if config.num_train is None else images.train.take(config.num_train)
     model = new_network(config.model, images, seed, config.device)
     settings = {"lr": config.lr, "momentum": 0.9, "weight_decay": config.weight_decay}
-    result = training.fit(
+    result = fit_whole(
         model, train, test=images.test, num_epochs=config.num_epochs, schedule="linear", seed=seed,
         optimizer_settings=settings, evaluate_every=config.num_epochs,
     )  # fmt: skip

@@ -45,7 +45,7 @@ from ritz.studies._protocol import (
     track,
     versions,
 )
-from ritz.studies._training import new_network
+from ritz.studies._training import fit_whole, new_network
 
 # Settings of Table 2 and appendix B.2; averaged methods average from epoch 161 of 300.
 METHODS: dict[str, dict[str, Any]] = {
@@ -419,7 +419,7 @@ def _train(config: Config, name: str, seed: int, folder: Path) -> None:
     width: Any = {} if config.width is None else {"width": config.width}
     model = new_network(config.model, images, seed, device, **width)
     if not trained:
-        training.fit(
+        fit_whole(
             model, replace(images, train=train), num_epochs=config.num_epochs, batch_size=128,
             augment=config.augment, schedule="linear", precision=config.precision, seed=seed,
             evaluate_every=25, checkpoint=folder, log=folder / "log.jsonl", progress=True, top_k=5,
