@@ -129,6 +129,8 @@ def main():
     warnings.simplefilter("ignore")
     if args.device == "cpu":
         torch.set_num_threads(1)
+    # All jobs use TF32, which torch allows by default for convolutions only.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     setting = Setting(args)
     name = "second_order.py" if args.device == "cpu" else "second_order_cuda.py"
     write(name, list(rows(setting, args)))
