@@ -33,7 +33,7 @@ def test_the_result_can_be_saved_printed_and_drawn(result, tmp_path):
 
 
 def test_an_interrupted_study_repeats_no_finished_run(result, tmp_path, monkeypatch):
-    original, calls = _covariance_noise_runs.fit, []
+    original, calls = _covariance_noise_runs.fit_whole, []
 
     def fit(*args, **options):
         calls.append(options["seed"])
@@ -41,7 +41,7 @@ def test_an_interrupted_study_repeats_no_finished_run(result, tmp_path, monkeypa
             raise KeyboardInterrupt
         return original(*args, **options)
 
-    monkeypatch.setattr(_covariance_noise_runs, "fit", fit)
+    monkeypatch.setattr(_covariance_noise_runs, "fit_whole", fit)
     with pytest.raises(KeyboardInterrupt):
         study.run(result.config, state=tmp_path / "state")
     again = study.run(result.config, state=tmp_path / "state")
