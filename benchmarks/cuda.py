@@ -62,7 +62,7 @@ def pieces(device):
                                     "--network mlp --rounds 1 --device {device}", 150),
         "kfac-tf32": piece("kfac_steps", "--device {device} --rounds 3 --precisions tf32",
                            "--device {device} --rounds 1 --networks mlp", 180),
-        "noise-mlp": piece("noise", "--device {device} --networks mlp --rounds 7",
+        "noise-mlp": piece("noise", "--device {device} --networks mlp wide --rounds 7",
                            "--device {device} --networks mlp --batch 256 --rounds 2", 60),
         "noise-vgg16": piece("noise", "--device {device} --networks vgg16 --rounds 5",
                              "--device {device} --networks mlp --batch 256 --rounds 2", 150),

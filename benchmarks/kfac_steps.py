@@ -31,6 +31,7 @@ from ritz.curvature import _kfac_factors
 from ritz.optim import KFAC
 
 CYCLE, EVERY = 100, {"factor_every": 10, "inverse_every": 100}
+LONG = 1000  # steps of a cycle with eigenbases that are as old
 RATE, DAMPING = 1e-3, 0.1
 
 
@@ -56,22 +57,22 @@ class Setting:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def cycle(self, step):
+    def cycle(self, step, count=CYCLE):
         def job():
-            for _ in range(CYCLE):
+            for _ in range(count):
                 step()
             self.synchronize()
 
         return job
 
-    def plain(self, model, optimizer, before=lambda: None):
+    def plain(self, model, optimizer, before=lambda: None, count=CYCLE):
         def step():
             optimizer.zero_grad()
             cross_entropy(model(self.x), self.y).backward()
             before()
             optimizer.step()
 
-        return self.cycle(step)
+        return self.cycle(step, count)
 
     def sgd(self, model, lr=RATE, **options):
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, **options)
@@ -107,8 +108,9 @@ class Setting:
 
     def job_ritz(self, **options):
         model = self.model()
-        optimizer = KFAC(model, lr=RATE, delta=DAMPING, **EVERY, **options)
-        return self.plain(model, optimizer)
+        settings = EVERY | options
+        optimizer = KFAC(model, lr=RATE, delta=DAMPING, **settings)
+        return self.plain(model, optimizer, count=settings["inverse_every"])
 
     def job_kfac_pytorch(self, method):
         from kfac.preconditioner import KFACPreconditioner
@@ -168,6 +170,8 @@ OURS = {
     "ritz ekfac, orders up to 1024": {"kind": "ekfac", "max_order": 1024},
     "ritz ekfac, qr": {"kind": "ekfac", "basis": "qr"},
 }
+# On CUDA also with the interval that eigh of the largest factors asks for.
+LONG_OURS = {f"ritz ekfac, bases every {LONG}": {"kind": "ekfac", "inverse_every": LONG}}
 PEERS = {
     "kfac_pytorch, inverse": (Setting.job_kfac_pytorch, "inverse"),
     "kfac_pytorch, eigen": (Setting.job_kfac_pytorch, "eigen"),
@@ -181,20 +185,25 @@ PEERS = {
 def makers(setting, **more):
     """What makes each job, the most wanted first."""
     found = {"sgd": setting.job_sgd}
+    ours = OURS
     if setting.device == "cuda":
-        found["sgd, captured"] = setting.job_captured
-    found |= {label: partial(setting.job_ritz, **more, **given) for label, given in OURS.items()}
+        found["sgd, captured"], ours = setting.job_captured, OURS | LONG_OURS
+    found |= {label: partial(setting.job_ritz, **more, **given) for label, given in ours.items()}
     return found | {name: partial(make, setting, given) for name, (make, given) in PEERS.items()}
 
 
-def measured(name, setting, rounds, limit=math.inf, **more):
+def measured(name, setting, rounds, chosen, limit=math.inf, **more):
     # Processor time, where that is the time of the work: other programs share the CPU.
     clock = time.perf_counter if setting.device == "cuda" else time.process_time
     began = time.perf_counter()
-    jobs = working(makers(setting, **more), limit=limit / 2)
+    every = makers(setting, **more)
+    kept = {label: make for label, make in every.items() if label in ("sgd", *(chosen or every))}
+    jobs = working(kept, limit=limit / 2)
     left = limit - (time.perf_counter() - began)
     seconds = interleaved(jobs, rounds=rounds, warm_up=False, clock=clock, limit=left)
     for label, each in seconds.items():
+        steps = LONG if label in LONG_OURS else CYCLE
+        each = [CYCLE / steps * spent for spent in each]
         ratios = sorted(a / b for a, b in zip(each, seconds["sgd"], strict=True))
         yield {"network": name, "batch": len(setting.x), **more, "what": label} | {
             "ms per step": 1e3 * median(each) / CYCLE,
@@ -204,18 +213,19 @@ def measured(name, setting, rounds, limit=math.inf, **more):
         }
 
 
-def steps_cpu(rounds, names, batch):
+def steps_cpu(rounds, names, batch, chosen):
     for name in names:
-        yield from measured(name, Setting(getattr(networks, name), batch, "cpu"), rounds)
+        yield from measured(name, Setting(getattr(networks, name), batch, "cpu"), rounds, chosen)
 
 
-def steps_cuda(rounds, batch, precisions, limit):
+def steps_cuda(rounds, batch, precisions, chosen, limit):
     for precision in precisions:
         allowed = precision == "tf32"
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
         torch.backends.cudnn.benchmark = True
         setting = Setting(lambda: networks.vgg16(batch), batch, "cuda")
-        yield from measured("vgg16", setting, rounds, limit / len(precisions), precision=precision)
+        share = limit / len(precisions)
+        yield from measured("vgg16", setting, rounds, chosen, share, precision=precision)
 
 
 # ------------------------------------------------------------------------------------------
@@ -290,6 +300,7 @@ def main():
     parser.add_argument("--batch", type=int, default=None)
     parser.add_argument("--networks", nargs="+", default=("cnn", "mlp"), choices=("cnn", "mlp"))
     parser.add_argument("--precisions", nargs="+", default=("tf32", "float32"), help="on CUDA")
+    parser.add_argument("--jobs", nargs="+", help="steps to measure, beside sgd; all by default")
     parser.add_argument("--order", type=int, default=4608)
     parser.add_argument("--limit", type=float, default=180.0, help="seconds on a CUDA device")
     args = parser.parse_args()
@@ -300,9 +311,9 @@ def main():
     elif args.part == "factors":
         rows = factors(args.device, args.rounds, args.batch or 32)
     elif args.device == "cuda":
-        rows = steps_cuda(args.rounds, args.batch or 128, args.precisions, args.limit)
+        rows = steps_cuda(args.rounds, args.batch or 128, args.precisions, args.jobs, args.limit)
     else:
-        rows = steps_cpu(args.rounds, args.networks, args.batch or 32)
+        rows = steps_cpu(args.rounds, args.networks, args.batch or 32, args.jobs)
     suffix = "" if args.part == "steps" else f"_{args.part}"
     name = f"kfac_steps{suffix}{'_cuda' if args.device == 'cuda' else ''}.py"
     found = []

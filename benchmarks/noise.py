@@ -43,6 +43,12 @@ def deep():
     return nn.Sequential(*layers, nn.Linear(1024, 10)), torch.zeros(1, 784), 10
 
 
+def wide():
+    """784-8192-8192-10, whose kernels take longer than their launches on a GPU."""
+    layers = [nn.Linear(784, 8192), nn.ReLU(), nn.Linear(8192, 8192), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(8192, 10)), torch.zeros(1, 784), 10
+
+
 def job(model, batch, options, steps, args):
     """Return a function that takes some steps, and starts with new second moments."""
     fused = {"fused": True} if args.device == "cuda" else {}
@@ -89,7 +95,7 @@ def seconds(jobs, args):
 
 
 def rows(name, args):
-    make = deep if name == "deep" else getattr(networks, name)
+    make = {"deep": deep, "wide": wide}.get(name) or getattr(networks, name)
     model, inputs, classes = make()
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(args.batch, *inputs.shape[1:], generator=generator).to(args.device)

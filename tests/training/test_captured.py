@@ -191,7 +191,9 @@ def test_mixed_precision_learns_on_cuda(precision):
 @pytest.mark.gpu
 def test_sgd_is_not_fused_where_a_scaler_may_skip_its_first_step():
     params = network().cuda().parameters()
-    (group,) = create_optimizer("sgd", params, may_skip_steps=True, lr=0.1, momentum=0.9).param_groups
+    (group,) = create_optimizer(
+        "sgd", params, may_skip_steps=True, lr=0.1, momentum=0.9
+    ).param_groups
     assert not group["fused"]
 
 

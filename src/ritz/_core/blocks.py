@@ -16,6 +16,9 @@ PIECES = 2**10  # pieces that are multiplied at once
 WIDE = 16  # columns of both blocks from which on torch sums in blocks, so that pieces may be longer
 LONG_ROWS = 2**13  # rows of these pieces, whose error is 3e-8, and 1e-6 if all entries are equal
 TALL = 2**12  # rows of a piece of orthonormalize
+# Entries that are summed in float32; the partial sums are added in float64. The error is then about
+# eps sqrt(65536) = 3e-5. A sum of millions of entries in float32 loses half the digits.
+SUMMED = 2**16
 
 
 def column_dots(left: Tensor, right: Tensor) -> Tensor:
@@ -63,6 +66,29 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:
         x, y = (block[start:stop].unflatten(0, (-1, ROWS)) for block in (left, right))
         total += (x.mT @ y).sum(0, dtype=torch.float64)
     return total
+
+
+def row_products(rows: Tensor, vector: Tensor, *, length: int | None = None) -> Tensor:
+    """Return ``V v`` of rows ``V``, ``(k, n)``, and ``v``, ``(n,)``, in float64.
+
+    Args:
+        rows: The rows.
+        vector: The vector.
+        length: Entries that are summed in the dtype of the rows. Defaults to
+            :func:`summed_length`.
+    """
+    length = summed_length(vector) if length is None else length
+    if len(vector) <= length:
+        return torch.mv(rows, vector).double()
+    pieces = zip(rows.split(length, 1), vector.split(length), strict=True)
+    return torch.stack([torch.mv(*piece).double() for piece in pieces]).sum(0)
+
+
+def summed_length(vector: Tensor) -> int:
+    """Return how many entries of a vector can be summed in its dtype, and keep their digits."""
+    # Float64 is accurate enough, and GPUs sum pairwise: neither needs sums of pieces.
+    pieces = vector.device.type == "cpu" and vector.dtype != torch.float64
+    return SUMMED if pieces else max(1, len(vector))
 
 
 def orthonormalize(block: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,11 +31,15 @@ from ritz.operators._shared import Quantity
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Size that decides how the block of a module is stored."""
+    """Sizes that decide how blocks and their square roots are computed."""
 
     # The block of a module without Kronecker factors is formed up to this number of parameters:
     # 32 MB of doubles. For larger modules the diagonal of the block is used.
     dense_block: int = 2048
+    # Multiple of the identity that is added before a Cholesky decomposition, in eps |A|. For
+    # singular factors of 300 to 2,000 rows in float32, 0.1 is too little and 0.3 nearly enough.
+    # With 1 the root is as accurate as that of eigh, 2e-6 to 5e-6 of |A|.
+    shift: float = 1.0
 
 
 TUNING = Tuning()
@@ -268,9 +272,17 @@ class LayerSums:
 
 def root(matrix: Tensor) -> Tensor:
     r"""Return a matrix :math:`R` with :math:`R R^\top` the positive semi-definite matrix."""
+    # The smallest eigenvalues of a singular matrix may be negative by roundoff, which this shift
+    # outweighs. An eigendecomposition takes 30 times as long (4,608 rows, H200: 125 ms).
+    shifted = matrix.clone()
+    shifted.diagonal().add_(TUNING.shift * torch.finfo(matrix.dtype).eps * matrix.norm())
+    triangle: Tensor
+    triangle, info = torch.linalg.cholesky_ex(shifted)
+    # The results are made contiguous, as after loading from a file, since the last bits of a
+    # product depend on strides.
+    if not int(info) and bool(triangle.isfinite().all()):
+        return triangle.contiguous()
     values, vectors = torch.linalg.eigh(matrix)
-    # The smallest eigenvalues of a singular matrix are negative by roundoff. The result is made
-    # contiguous, as after loading from a file, since the last bits of a product depend on strides.
     square_root: Tensor = (vectors * values.clamp_min(0).sqrt()).contiguous()
     return square_root
 

@@ -36,6 +36,9 @@ class Tuning:
     # From this number of channels, the patches of a convolution are not formed. With fewer channels
     # the products of shifted images are too small to be fast (same benchmark).
     channels: int = 12
+    # On a GPU the products of shifted images are several hundred launches, 6 ms on an H200. Patches
+    # are formed if X X' has fewer operations than this: at most 2 to 8 ms, in TF32 and in float32.
+    launches: float = 4e11
 
 
 TUNING = Tuning()
@@ -44,7 +47,7 @@ TUNING = Tuning()
 def gram(x: Tensor) -> Tensor:
     r"""Return :math:`X X^\top` for ``(..., n, m)``. Uses the symmetry of a large result."""
     n = x.shape[-2]
-    if n < TUNING.symmetric or x.shape[-1] < TUNING.columns or x.ndim > 2:
+    if n < TUNING.symmetric or x.shape[-1] < TUNING.columns or x.ndim > 2 or _is_fast(x):
         return x @ x.mT
     product = x.new_empty(n, n)
     size = -(-n // TUNING.strips)
@@ -55,6 +58,11 @@ def gram(x: Tensor) -> Tensor:
         # X X' is symmetric, so the part below the diagonal is a copy.
         product[start:, rows] = strip.T
     return product
+
+
+def _is_fast(x: Tensor) -> bool:
+    # In TF32, the copies of the strips take as long as the products.
+    return x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -109,7 +117,7 @@ def input_moment(
         return x.new_full((*lead, *(1,) * (2 - diagonal)), float(_num_rows(module, x)))
     if not isinstance(module, CONVOLUTIONS):
         return moment(input_columns(x, keys), diagonal=diagonal)
-    if not diagonal and _can_correlate(module):
+    if not diagonal and _correlates(module, x):
         product, sums = _correlations(module, x)
     else:
         product, sums = _from_patches(module, x, diagonal=diagonal)
@@ -144,15 +152,13 @@ def _num_rows(module: Any, x: Tensor) -> int:
 def _from_patches(module: Any, x: Tensor, *, diagonal: bool = False) -> tuple[Tensor, Tensor]:
     r"""Return the sums of :math:`a a^\top` and of :math:`a` over all positions, from patches."""
     width, groups = module.weight[0].numel(), module.groups
-    sums = x.new_zeros(groups, width)
-    product = sums.clone() if diagonal else x.new_zeros(groups, width, width)
+    total: list[Tensor] = []
     per_sample = groups * width * math.prod(_output_shape(module, x))
     for part in x.split(max(1, rules.TUNING.derivatives // max(1, per_sample))):
-        # (batch, groups, i, T) -> (groups, i, batch * T)
-        rows = rules.patches(module, part).permute(1, 2, 0, 3).flatten(2)
-        product += moment(rows[0] if groups == 1 else rows, diagonal=diagonal)
-        sums += rows.sum(-1)
-    return (product[0], sums[0]) if groups == 1 else (product, sums)
+        rows = rules.patch_rows(module, part)
+        sums = [moment(rows, diagonal=diagonal), rows.sum(-1)]
+        total = [a.add_(b) for a, b in zip(total, sums, strict=True)] if total else sums
+    return total[0], total[1]
 
 
 def _append_ones(product: Tensor, sums: Tensor, count: int, diagonal: bool) -> Tensor:
@@ -178,12 +184,14 @@ def _append_ones(product: Tensor, sums: Tensor, count: int, diagonal: bool) -> T
 # images and a few of single rows, instead of 81 products.
 
 
-def _can_correlate(module: Any) -> bool:
+def _correlates(module: Any, x: Tensor) -> bool:
+    """Return whether the moment of patches is computed from products of shifted images."""
     plain = module.padding_mode == "zeros" or not any(module._reversed_padding_repeated_twice)
     few = module.groups == 1 and len(module.kernel_size) <= 2 and max(module.stride) == 1
-    return (
-        plain and few and module.in_channels >= TUNING.channels and module.weight[0, 0].numel() > 1
-    )
+    if not (plain and few and module.in_channels >= TUNING.channels):
+        return False
+    width, area = module.weight[0].numel(), module.weight[0, 0].numel()
+    return area > 1 and (not x.is_cuda or 2 * width**2 * _num_rows(module, x) > TUNING.launches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,16 +171,33 @@ def unroll_parts(module: nn.Module, call: Call, deltas: Tensor) -> Iterator[tupl
 
 def patches(module: Any, x: Tensor) -> Tensor:
     """Return the inputs of a convolution at each position, ``(batch, groups, i, T)``."""
+    x, dims = _windows(module, x), len(module.kernel_size)
+    # From (batch, channels, *positions, *kernel) to (batch, channels, *kernel, *positions).
+    x = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+    return x.reshape(len(x), module.groups, -1, math.prod(x.shape[2 + dims :]))
+
+
+def patch_rows(module: Any, x: Tensor) -> Tensor:
+    """Return the inputs of a convolution at all positions of a batch, ``(i, batch * T)``.
+
+    With groups it is ``(groups, i, batch * T)``. The patches are copied once.
+    """
+    windows, dims = _windows(module, x), len(module.kernel_size)
+    rows = windows.permute(1, *range(2 + dims, 2 + 2 * dims), 0, *range(2, 2 + dims))
+    lead = () if module.groups == 1 else (module.groups,)
+    count = len(x) * math.prod(windows.shape[2 : 2 + dims])
+    return rows.reshape(*lead, module.weight[0].numel(), count)
+
+
+def _windows(module: Any, x: Tensor) -> Tensor:
+    """Return a view ``(batch, channels, *positions, *kernel)`` of the padded inputs."""
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     x = functional.pad(x, module._reversed_padding_repeated_twice, mode=mode)
-    dims = len(module.kernel_size)
     for axis, (size, step, gap) in enumerate(
         zip(module.kernel_size, module.stride, module.dilation, strict=True)
     ):
         x = x.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]
-    # From (batch, channels, *positions, *kernel) to (batch, channels, *kernel, *positions).
-    x = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-    return x.reshape(len(x), module.groups, -1, math.prod(x.shape[2 + dims :]))
+    return x
 
 
 @singledispatch

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ritz._core.batches import tensors
+from ritz.curvature._cuda_graph import Replayed
 from ritz.curvature._modes import without_warnings_of_fallbacks
 
 aten = torch.ops.aten
@@ -388,7 +389,7 @@ class Linearization:
         self._compiled, self._any_rows = compiled, bool(rows)
         self._primal, self._tangent = _split(recording)
         self._run_primal: Graph = _prepare(self._primal, compiled)
-        self._run_tangent: Graph = _prepare(self._tangent, compiled)
+        self._run_tangent: Graph = _replayed(_prepare(self._tangent, compiled), compiled)
         # Tangent parts for blocks, by the width of the block and the numbers of the primal part.
         self._run_wide: dict[tuple[int, ...], Graph] = {}
 
@@ -430,7 +431,8 @@ class Linearization:
         with without_warnings_of_fallbacks():
             wide = record(multiply, [*parts, vectors])
         simplify(wide.graph)
-        return _prepare(fx.GraphModule(wide.root, wide.graph), self._compiled)
+        graph = _prepare(fx.GraphModule(wide.root, wide.graph), self._compiled)
+        return _replayed(graph, self._compiled)
 
 
 def _replace_rows(graph: fx.Graph, rows: int) -> None:
@@ -495,6 +497,11 @@ def _require_fixed_shapes(graph: fx.Graph) -> None:
 def _prepare(module: fx.GraphModule, compiled: bool) -> Graph:
     graph: Graph = torch.compile(module, dynamic=False) if compiled else module
     return graph
+
+
+def _replayed(graph: Graph, compiled: bool) -> Graph:
+    # torch.compile has fewer kernels, and allocates memory in a way of its own.
+    return graph if compiled else Replayed(graph)
 
 
 def _split(recording: Recording) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -242,21 +242,40 @@ def require_measurement(optimizer: Optimizer, known: bool, error: Exception) -> 
 
 
 def descend(
-    p: Tensor, direction: Tensor, state: dict[str, Any], group: dict[str, Any], rate: float
+    optimizer: Optimizer, directions: dict[Tensor, Tensor], group: dict[str, Any], rate: float
 ) -> None:
-    r"""Update a parameter in place: :math:`w \leftarrow (1 - \alpha\gamma) w - \alpha b`.
+    r"""Update parameters in place: :math:`w \leftarrow (1 - \alpha\gamma) w - \alpha b`.
 
-    The group must have ``momentum`` and ``weight_decay``, and may have ``nesterov``. With momentum,
-    the buffer :math:`b \leftarrow \rho b + d` is stored in ``state``.
+    With momentum, the buffer :math:`b \leftarrow \rho b + d` is stored in the state.
+
+    Args:
+        optimizer: The optimiser.
+        directions: Directions :math:`d` by parameter. Others are not changed.
+        group: A group of parameters with ``momentum`` and ``weight_decay``, and perhaps
+            ``nesterov``.
+        rate: Learning rate :math:`\alpha`.
     """
-    momentum, update = group["momentum"], direction
-    if momentum or "momentum_buffer" in state:
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        buffer = state["momentum_buffer"].mul_(momentum).add_(direction)
+    params = [p for p in group["params"] if p in directions]
+    if not params:
+        return
+    momentum, updates = group["momentum"], [directions[p] for p in params]
+    states = [optimizer.state[p] for p in params]
+    # Lists of tensors, so that all parameters together need only a few kernels.
+    if momentum or any("momentum_buffer" in state for state in states):
+        for p, state in zip(params, states, strict=True):
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [state["momentum_buffer"] for state in states]
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, updates)
         # Nesterov's momentum in the form of torch: d + rho b.
-        update = direction + momentum * buffer if group.get("nesterov") else buffer
-    p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)
+        nesterov = group.get("nesterov")
+        updates = (
+            list(torch._foreach_add(updates, buffers, alpha=momentum)) if nesterov else buffers
+        )
+    if group["weight_decay"]:
+        torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
+    torch._foreach_add_(params, updates, alpha=-rate)
 
 
 def evaluate(closure: Any) -> Any:

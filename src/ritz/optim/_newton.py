@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ritz._core.blocks import orthonormalize
+from ritz._core.blocks import orthonormalize, row_products
 from ritz._core.checks import check_choice, check_count
 from ritz._core.params import check_setting, parameters
 from ritz._core.results import AsymmetryError
@@ -62,7 +62,8 @@ class LanczosNewton(MatrixOptimizer):
 
     Cost of a refresh: :math:`k` products, and about two gradients to prepare them. A step reads
     the basis five times. Memory: :math:`k` vectors, and twice as many during a refresh. The basis
-    is in ``state``, so that a resumed run takes the same steps.
+    is in ``state``, so that a resumed run takes the same steps. The entries of ``state`` are views
+    of one tensor ``(k, n)``.
 
     Args:
         params: Parameters or groups of them. ``lr``, ``momentum`` and ``weight_decay`` may differ
@@ -116,6 +117,7 @@ class LanczosNewton(MatrixOptimizer):
 
     def _forget(self) -> None:
         self._traced = TracedMatrix()
+        self._rows: Tensor | None = None  # the basis of all parameters, (k, n)
 
     def _check(self, settings: dict[str, Any]) -> None:
         for name in ("lr", "eta", "momentum", "weight_decay"):
@@ -146,14 +148,13 @@ class LanczosNewton(MatrixOptimizer):
         except (AsymmetryError, LostGradientError) as error:
             require_measurement(self, known, error)
             return
-        place = 0
-        # Stored by parameter, so that state_dict() and load_state_dict() treat the basis like
-        # momentum.
-        for p in params.values():
-            # Rows of the basis in the shape of the parameter: (k, *shape).
-            rows = vectors[place : place + p.numel()].T
-            self.state[p]["basis"] = rows.reshape(len(values), *p.shape).contiguous()
-            place += p.numel()
+        sizes = [p.numel() for p in params.values()]
+        pieces = dict(zip(params.values(), vectors.T.split(sizes, 1), strict=True))
+        # In the order of the groups, in which a resumed run finds the parameters.
+        order = [p for p in parameters(self) if p in pieces]
+        same = all(p is q for p, q in zip(order, pieces, strict=True))
+        rows = vectors.T if same else torch.cat([pieces[p] for p in order], 1)
+        self._store(order, rows.contiguous())
         for group in self.param_groups:
             group["ritz_values"] = values.tolist()
 
@@ -176,28 +177,38 @@ class LanczosNewton(MatrixOptimizer):
         group = self.param_groups[0]
         check_setting("delta", group["delta"], zero=False)  # a schedule may have changed it
         params = [p for p in parameters(self) if "basis" in self.state.get(p, {})]
-        rows = {p: _flat_rows(self.state[p]["basis"]) for p in params}
+        U = self._rows
+        if U is None:  # after loading a state
+            U = torch.cat([_flat_rows(self.state[p]["basis"]) for p in params], 1)
+            self._store(params, U)
         # A parameter without a gradient has zeros here, since the basis is orthonormal over all
         # parameters together. It does not move.
-        rest = {p: grads.get(p, torch.zeros_like(p)).detach().flatten().clone() for p in params}
+        rest = torch.cat([
+            (grads[p] if p in grads else torch.zeros_like(p)).detach().flatten() for p in params
+        ])  # fmt: skip
         inside: Any = 0.0
         # Twice, because what roundoff leaves of g in the span would be divided by delta.
         for _ in range(2):
-            part: Any = sum(rows[p] @ rest[p] for p in params)
+            part = row_products(U, rest)
             inside = inside + part
-            for p in params:
-                rest[p] -= part @ rows[p]
+            rest.addmv_(U.T, part.to(rest), alpha=-1)
         # 1 / (eta |lambda| + delta) inside the span, and 1 / delta orthogonal to it.
         delta = float(group["delta"])
         sizes = torch.tensor(group["ritz_values"], dtype=torch.float64).abs() * group["eta"] + delta
-        inside = inside / sizes.to(inside)
-        return {p: (rest[p] / delta + inside @ rows[p]).view_as(p) for p in grads}
+        rest.div_(delta).addmv_(U.T, (inside / sizes.to(inside)).to(rest))
+        parts = zip(params, rest.split([p.numel() for p in params]), strict=True)
+        return {p: part.view_as(p) for p, part in parts if p in grads}
+
+    def _store(self, params: list[Tensor], rows: Tensor) -> None:
+        """Store the basis ``(k, n)``: the state of each parameter has a view of its columns."""
+        self._rows = rows
+        # By parameter, so that state_dict() and load_state_dict() treat the basis like momentum.
+        for p, part in zip(params, rows.split([p.numel() for p in params], 1), strict=True):
+            self.state[p]["basis"] = part.view(len(rows), *p.shape)
 
     def _move(self, directions: dict[Tensor, Tensor]) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
-                if p in directions:
-                    descend(p, directions[p], self.state[p], group, float(group["lr"]))
+            descend(self, directions, group, float(group["lr"]))
 
     def _start(self, op: CurvatureOperator, params: dict[str, Tensor]) -> Tensor | None:
         """Return the start vector of a refresh, or ``None`` for a random one."""
@@ -236,12 +247,10 @@ def ritz_pairs(
     while True:
         left = count - len(values)
         run = lanczos(inner, num_steps=left, start=start, vectors=True, generator=generator)
-        further = vectors.shape[1] > 0
+        found: Any = run.vectors
+        # Roundoff of the whole matrix turns vectors of tiny eigenvalues towards earlier ones.
+        vectors = orthonormalize(torch.cat([vectors, found], 1))[0] if len(values) else found
         values = torch.cat([values, run.values])
-        vectors = torch.cat([vectors, run.vectors], 1)  # type: ignore[list-item]
-        if further:
-            # Roundoff of the whole matrix turns vectors of tiny eigenvalues towards earlier ones.
-            vectors = orthonormalize(vectors)[0]
         if run.status.outcome != "breakdown" or len(values) == count:
             return values, vectors
         # The span is invariant. Other vectors of repeated eigenvalues are orthogonal to it.

@@ -211,10 +211,7 @@ class SpectralSGD(MatrixOptimizer):
         loss = evaluate(closure)
         grads = optimizer_gradients(self)
         require_curvature(self, not grads or self.param_groups[0]["rate"] is not None)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p in grads:
-                    # lr, which a schedule may change, is a factor of the measured learning rate.
-                    rate = float(group["lr"]) * group["rate"]
-                    descend(p, grads[p], self.state[p], group, rate)
+        for group in self.param_groups if grads else ():
+            # lr, which a schedule may change, is a factor of the measured learning rate.
+            descend(self, grads, group, float(group["lr"]) * group["rate"])
         return loss

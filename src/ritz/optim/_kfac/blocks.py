@@ -46,6 +46,8 @@ Tensors = dict[str, Tensor]
 # If a linear layer has at least this many inputs per row of a batch, the input factor of a step is
 # not formed, because writing and reading it would cost more than the products.
 WIDE = 8
+# Strips in which the inverse of a factor is computed on a GPU.
+STRIPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -548,6 +550,8 @@ def inverse_of(matrix: Tensor) -> Tensor:
     """Return the inverse of a positive definite matrix, by Cholesky factors if they exist."""
     root, info = torch.linalg.cholesky_ex(matrix)
     if not bool(info.any()):
+        if root.is_cuda:
+            return _inverse_by_products(root)
         # The symmetric result is stored by columns, so its transpose is contiguous without a copy.
         return torch.cholesky_inverse(root).mT.contiguous()
     # An eigenvalue is negative by roundoff: the damping is below eps times the largest eigenvalue.
@@ -555,6 +559,25 @@ def inverse_of(matrix: Tensor) -> Tensor:
     floor = torch.finfo(matrix.dtype).eps * values[..., -1:]
     inverse: Tensor = (basis / values.maximum(floor).unsqueeze(-2)) @ basis.mT
     return inverse.contiguous()
+
+
+def _inverse_by_products(root: Tensor) -> Tensor:
+    r"""Return :math:`(L L^\top)^{-1} = X^\top X` with :math:`X = L^{-1}`, both ``(..., n, n)``.
+
+    A GPU is faster at products than at the second triangular system of ``cholesky_inverse``.
+    """
+    n = root.shape[-1]
+    identity = torch.eye(n, dtype=root.dtype, device=root.device).expand_as(root)
+    X = torch.linalg.solve_triangular(root, identity, upper=False)
+    inverse, size = torch.empty_like(X), -(-n // STRIPS)
+    for start in range(0, n, size):
+        # X is lower triangular, so columns from `start` on are zero in the rows above. The part
+        # below the diagonal is a copy: 0.47 of the operations of X'X.
+        columns = X[..., start:, start:]
+        strip = columns[..., :size].mT @ columns
+        inverse[..., start : start + size, start:] = strip
+        inverse[..., start:, start : start + size] = strip.mT
+    return inverse
 
 
 def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:

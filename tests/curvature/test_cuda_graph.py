@@ -1,0 +1,97 @@
+import pytest
+import torch
+from curvature.test_cuda import moved
+
+from ritz.curvature import _cuda_graph, ggn, hessian
+from ritz.curvature._cuda_graph import Replayed
+
+
+def affine(calls):
+    def function(matrix, shift, vector):
+        calls.append(1)
+        for _ in range(20):  # launches take longer than these kernels
+            vector = torch.tanh(matrix @ vector) + shift
+        return (vector,)
+
+    return function
+
+
+def inputs(seed, size=8):
+    rng = torch.Generator().manual_seed(seed)
+    shapes = (size, size), (size,), (size,)
+    return [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
+
+
+def test_a_function_on_the_cpu_is_called_as_it_is():
+    calls = []
+    replayed = Replayed(affine(calls))
+
+    for seed in range(5):
+        (found,) = replayed(*inputs(seed))
+        (expected,) = affine([])(*inputs(seed))
+        assert torch.equal(found, expected)
+    assert len(calls) == 5
+
+
+@pytest.mark.gpu
+def test_a_recorded_function_gives_the_results_of_new_inputs():
+    calls = []
+    replayed, plain = Replayed(affine(calls)), affine([])
+    matrix, shift, _ = (tensor.cuda() for tensor in inputs(0))
+    results = []
+    for seed in range(8):
+        if seed == 6:
+            shift.add_(1)  # in place
+        vector = inputs(seed)[2].cuda()
+        results.append((replayed(matrix, shift, vector)[0], plain(matrix, shift, vector)[0]))
+    other = [tensor.cuda() for tensor in inputs(9)]
+    results.append((replayed(*other)[0], plain(*other)[0]))
+
+    # Compared at the end: a later replay must not overwrite an earlier result.
+    for found, expected in results:
+        torch.testing.assert_close(found, expected)
+    # An ordinary call, one that is timed, and two to record it.
+    assert len(calls) == 4
+
+
+@pytest.mark.gpu
+def test_other_shapes_and_settings_are_recorded_anew():
+    replayed, plain = Replayed(affine([])), affine([])
+    for _ in range(4):
+        for size in (8, 12):
+            given = [tensor.cuda() for tensor in inputs(0, size)]
+            torch.testing.assert_close(replayed(*given)[0], plain(*given)[0])
+    assert len(replayed._recorded) == 2
+
+
+@pytest.mark.gpu
+def test_a_function_that_reads_values_is_called_as_usual():
+    def function(vector):
+        for _ in range(20):
+            vector = vector + 1 if float(vector.sum()) > 0 else vector - 1
+        return (vector,)
+
+    replayed = Replayed(function)
+    for sign in (1, -1, 1, -1, 1, -1):
+        vector = torch.full((4,), float(sign), device="cuda")
+        torch.testing.assert_close(replayed(vector)[0], function(vector)[0])
+    assert not replayed._recorded
+    # The device still works after a recording that failed.
+    assert float(torch.ones(3, device="cuda").sum()) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [hessian, ggn])
+def test_replayed_products_follow_the_weights_and_the_batches(make, monkeypatch):
+    monkeypatch.setattr(_cuda_graph, "TUNING", _cuda_graph.Tuning(launches=0.0))
+    risk = moved("cnn train")
+    op, vector = make(risk), torch.randn(risk.space.size, dtype=risk.space.dtype).cuda()
+    for _ in range(5):
+        op @ vector
+    there = risk.at(risk.theta + 0.1 * torch.randn_like(risk.theta))
+
+    found = op.at(there) @ vector
+
+    expected = make(there, engine="eager") @ vector
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(op @ vector, make(risk, engine="eager") @ vector)
