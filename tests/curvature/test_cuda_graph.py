@@ -3,7 +3,7 @@ import torch
 from curvature.test_cuda import moved
 
 from ritz.curvature import _cuda_graph, ggn, hessian
-from ritz.curvature._cuda_graph import Replayed
+from ritz.curvature._cuda_graph import Replayed, Values
 
 
 def affine(calls):
@@ -27,7 +27,7 @@ def test_a_function_on_the_cpu_is_called_as_it_is():
     replayed = Replayed(affine(calls))
 
     for seed in range(5):
-        (found,) = replayed(*inputs(seed))
+        (found,) = replayed(Values(inputs(seed)[:2]), inputs(seed)[2])
         (expected,) = affine([])(*inputs(seed))
         assert torch.equal(found, expected)
     assert len(calls) == 5
@@ -37,21 +37,18 @@ def test_a_function_on_the_cpu_is_called_as_it_is():
 def test_a_recorded_function_gives_the_results_of_new_inputs():
     calls = []
     replayed, plain = Replayed(affine(calls)), affine([])
-    matrix, shift, _ = (tensor.cuda() for tensor in inputs(0))
+    first, second = (Values(each.cuda() for each in inputs(seed)[:2]) for seed in (0, 9))
     results = []
-    for seed in range(8):
-        if seed == 6:
-            shift.add_(1)  # in place
-        vector = inputs(seed)[2].cuda()
-        results.append((replayed(matrix, shift, vector)[0], plain(matrix, shift, vector)[0]))
-    other = [tensor.cuda() for tensor in inputs(9)]
-    results.append((replayed(*other)[0], plain(*other)[0]))
+    for values in (first, first, first, first, second, first, second):
+        vector = inputs(len(results))[2].cuda()
+        results.append((replayed(values, vector)[0], plain(*values, vector)[0]))
 
     # Compared at the end: a later replay must not overwrite an earlier result.
     for found, expected in results:
         torch.testing.assert_close(found, expected)
     # An ordinary call, one that is timed, and two to record it.
     assert len(calls) == 4
+    assert replayed.num_graphs == 1
 
 
 @pytest.mark.gpu
@@ -59,9 +56,10 @@ def test_other_shapes_and_settings_are_recorded_anew():
     replayed, plain = Replayed(affine([])), affine([])
     for _ in range(4):
         for size in (8, 12):
-            given = [tensor.cuda() for tensor in inputs(0, size)]
-            torch.testing.assert_close(replayed(*given)[0], plain(*given)[0])
-    assert len(replayed._recorded) == 2
+            *values, vector = [tensor.cuda() for tensor in inputs(0, size)]
+            found = replayed(Values(values), vector)[0]
+            torch.testing.assert_close(found, plain(*values, vector)[0])
+    assert replayed.num_graphs == 2
 
 
 @pytest.mark.gpu
@@ -74,8 +72,8 @@ def test_a_function_that_reads_values_is_called_as_usual():
     replayed = Replayed(function)
     for sign in (1, -1, 1, -1, 1, -1):
         vector = torch.full((4,), float(sign), device="cuda")
-        torch.testing.assert_close(replayed(vector)[0], function(vector)[0])
-    assert not replayed._recorded
+        torch.testing.assert_close(replayed(Values(), vector)[0], function(vector)[0])
+    assert not replayed.num_graphs
     # The device still works after a recording that failed.
     assert float(torch.ones(3, device="cuda").sum()) == 3
 

@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -33,31 +33,45 @@ class Tuning:
 TUNING = Tuning()
 
 
-@dataclass(eq=False, slots=True)
+class Values(list[Tensor | int]):
+    """Inputs that stay the same for many calls, recognised by their identity."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
 class _Recorded:
-    """A CUDA graph with its inputs and outputs, which keep their places in memory."""
+    """A CUDA graph with its inputs and outputs, which keep their places in memory.
+
+    Attributes:
+        graph: The graph.
+        fixed: Copies of the inputs that stay the same.
+        inputs: Copies of the other inputs.
+        outputs: Overwritten by every replay.
+        source: Returns the values that were copied to ``fixed`` last, while they exist.
+        settings: The :func:`_settings` for which the graph holds.
+    """
 
     graph: torch.cuda.CUDAGraph
+    fixed: list[Tensor]
     inputs: list[Tensor]
     outputs: tuple[Tensor, ...]
-    # The tensors that were copied to the inputs last, with their versions. They are not kept alive.
-    sources: list[tuple[Callable[[], Tensor | None], int]] = field(default_factory=list)
+    source: Callable[[], Values | None]
+    settings: Any
 
-    def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        known = self.sources or [(lambda: None, 0)] * len(inputs)
-        for static, new, (source, version) in zip(self.inputs, inputs, known, strict=True):
-            # A primal part stays the same for many products, and is copied once.
-            if source() is not new or version != new._version:
-                static.copy_(new)
-        self.sources = [(weakref.ref(new), new._version) for new in inputs]
+    def load(self, values: Values) -> None:
+        for static, new in zip(self.fixed, _tensors(values), strict=True):
+            static.copy_(new)
+        self.source = weakref.ref(values)
+
+    def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        for static, new in zip(self.inputs, inputs, strict=True):
+            static.copy_(new)
         self.graph.replay()
-        # The next replay overwrites the outputs.
         return tuple(output.clone() for output in self.outputs)
 
 
 @final
 class Replayed:
-    """A function of tensors that are all on one GPU. Elsewhere it is called as it is.
+    """A function of tensors. If they are all on one GPU, it may be replayed from a CUDA graph.
 
     Small products take less time on a GPU than the launches of their kernels. A replayed graph has
     one launch. The first call runs as usual, and prepares the libraries of CUDA. The second one is
@@ -65,45 +79,58 @@ class Replayed:
     first replay with an ordinary call. A function that cannot be recorded is called as usual.
 
     Args:
-        function: Takes tensors and integers, and returns a tuple of new tensors. It must not read
-            values on the host or draw random numbers.
+        function: Takes tensors and integers, and returns new tensors. It must not read values on
+            the host or draw random numbers.
     """
 
     def __init__(self, function: Callable[..., Sequence[Tensor]]) -> None:
         self._function = function
         self._calls: dict[Any, int] = {}
         self._recorded: dict[Any, _Recorded] = {}
+        self._last: _Recorded | None = None
 
-    def __call__(self, *inputs: Tensor | int) -> Sequence[Tensor]:
-        """Return the tensors that the function returns."""
-        tensors = [each for each in inputs if isinstance(each, Tensor)]
-        if not _can_record(tensors):
-            return self._function(*inputs)
-        key = _conditions(inputs)
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs that were recorded."""
+        return len(self._recorded)
+
+    def __call__(self, values: Values, *inputs: Tensor) -> Sequence[Tensor]:
+        """Return the tensors that the function returns for the values and the inputs."""
+        if not inputs[0].is_cuda or torch.cuda.is_current_stream_capturing():
+            return self._function(*values, *inputs)
+        last, settings = self._last, _settings(inputs)
+        if last is not None and last.source() is values and last.settings == settings:
+            return last.replay(inputs)
+        if not _can_record([*_tensors(values), *inputs]):
+            return self._function(*values, *inputs)
+        key = settings, *(each.shape if isinstance(each, Tensor) else each for each in values)
         if key in self._recorded:
-            return self._recorded[key](tensors)
+            self._last = last = self._recorded[key]
+            last.load(values)
+            return last.replay(inputs)
         calls = self._calls[key] = self._calls.get(key, 0) + 1
         if calls == 2:
-            return self._time(key, inputs)
+            return self._time(key, values, inputs)
         if calls == 3 and len(self._recorded) < TUNING.graphs:
-            return self._record(key, inputs)
-        return self._function(*inputs)
+            return self._record(key, values, inputs)
+        return self._function(*values, *inputs)
 
-    def _time(self, key: Any, inputs: Sequence[Tensor | int]) -> Sequence[Tensor]:
+    def _time(self, key: Any, values: Values, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the outputs of an ordinary call, and decide whether to record the next one."""
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        outputs = self._function(*inputs)
+        outputs = self._function(*values, *inputs)
         launched = time.perf_counter() - begin
         torch.cuda.synchronize()
         if launched < TUNING.launches * (time.perf_counter() - begin):
             self._calls[key] += 1  # past the call that records
         return outputs
 
-    def _record(self, key: Any, inputs: Sequence[Tensor | int]) -> Sequence[Tensor]:
+    def _record(self, key: Any, values: Values, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Record the graph. Return the outputs of an ordinary call."""
-        expected = self._function(*inputs)
-        static = [each.clone() if isinstance(each, Tensor) else each for each in inputs]
+        expected = self._function(*values, *inputs)
+        static = Values(each.clone() if isinstance(each, Tensor) else each for each in values)
+        places = [each.clone() for each in inputs]
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         try:
@@ -111,36 +138,38 @@ class Replayed:
                 # Other threads, such as those of a data loader, may call CUDA meanwhile.
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    outputs = tuple(self._function(*static))
+                    outputs = tuple(self._function(*static, *places))
                 finally:
                     graph.capture_end()
         except RuntimeError:
             return expected
         finally:
             torch.cuda.current_stream().wait_stream(stream)
-        tensors = [each for each in static if isinstance(each, Tensor)]
-        recorded = _Recorded(graph, tensors, outputs)
-        products = recorded([each for each in inputs if isinstance(each, Tensor)])
-        if all(map(_is_same, products, expected)):
-            self._recorded[key] = recorded
+        recorded = _Recorded(
+            graph=graph, fixed=_tensors(static), inputs=places, outputs=outputs,
+            source=weakref.ref(values), settings=key[0],
+        )  # fmt: skip
+        if all(map(_is_same, recorded.replay(inputs), expected)):
+            self._recorded[key] = self._last = recorded
         return expected
+
+
+def _tensors(values: Sequence[Tensor | int]) -> list[Tensor]:
+    return [each for each in values if isinstance(each, Tensor)]
 
 
 def _can_record(tensors: Sequence[Tensor]) -> bool:
     # A number on the CPU would be part of the graph, and would keep its value.
-    if not tensors or not all(tensor.is_cuda for tensor in tensors):
-        return False
-    small = sum(tensor.nbytes for tensor in tensors) <= TUNING.memory
-    return small and not torch.cuda.is_current_stream_capturing()
+    on_device = all(tensor.is_cuda for tensor in tensors)
+    return on_device and sum(tensor.nbytes for tensor in tensors) <= TUNING.memory
 
 
-def _conditions(inputs: Sequence[Tensor | int]) -> Any:
-    """Return everything on which the kernels of a call depend, besides the values of tensors."""
-    shapes = [each.shape if isinstance(each, Tensor) else each for each in inputs]
-    cudnn = torch.backends.cudnn
-    flags = (torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.enabled,
-             cudnn.deterministic, torch.are_deterministic_algorithms_enabled())  # fmt: skip
-    return (torch.cuda.current_device(), *flags, *shapes)
+def _settings(inputs: Sequence[Tensor]) -> Any:
+    """Return the shapes of inputs, and the settings of torch on which kernels depend."""
+    cudnn, shapes = torch.backends.cudnn, [each.shape for each in inputs]
+    return (*shapes, torch.cuda.current_device(), torch.backends.cuda.matmul.allow_tf32,
+            cudnn.allow_tf32, cudnn.enabled, cudnn.deterministic,
+            torch.are_deterministic_algorithms_enabled())  # fmt: skip
 
 
 def _is_same(product: Tensor, expected: Tensor) -> bool:

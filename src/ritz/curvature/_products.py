@@ -20,11 +20,12 @@ from ritz._core.batches import tensors
 from ritz._core.blocks import euclidean_norm
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, differentiable, searched_convolutions
+from ritz.curvature._cuda_graph import Values
 from ritz.curvature._modes import without_warnings_of_torch
 from ritz.curvature._parameters import ROUNDOFF, Context, Params, as_double
 from ritz.curvature._replaced_functions import written_out_recurrence
 from ritz.curvature._risk import Risk
-from ritz.curvature._tracing import GuardError, Linearization, Primal, nbytes, signature
+from ritz.curvature._tracing import GuardError, Linearization, nbytes, signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,10 @@ class Products:
         total: Tensor | None = None
         for weight, product in self.each(block):
             # The product of a batch is a new tensor, so the sum can be stored in the first one.
-            total = product.T.mul_(weight) if total is None else total.add_(product.T, alpha=weight)
+            if total is None:
+                total = product.T if weight == 1 else product.T.mul_(weight)
+            else:
+                total.add_(product.T, alpha=weight)
         if total is None:
             total = torch.zeros_like(block.T, memory_format=torch.contiguous_format)
         self.risk.sum_over_processes(total)
@@ -364,7 +368,7 @@ class Products:
 
     # The choice of a way, in the first product and on the first batch.
 
-    def _choose(self, context: Context) -> tuple[Column, list[Primal] | None]:
+    def _choose(self, context: Context) -> tuple[Column, Values | None]:
         """Choose way and engine. Return the way, and the primal part if the model was traced."""
         theta, rng = self.risk.theta, torch.Generator().manual_seed(0)
         u = _as_large(theta)
@@ -435,7 +439,7 @@ class Products:
 
     def _checked_trace(
         self, column: Column, context: Context, u: Tensor, Au: Tensor, v: Tensor
-    ) -> list[Primal]:
+    ) -> Values:
         """Trace the way. Return the primal part of the batch, or raise if a product is wrong.
 
         The trace must reproduce the eager product ``Au``. Symmetry is checked with this product and
@@ -462,7 +466,7 @@ class Products:
         self._choice.traces[key] = [trace]
         return primal
 
-    def _trace(self, column: Column, context: Context) -> tuple[Linearization, list[Primal]] | None:
+    def _trace(self, column: Column, context: Context) -> tuple[Linearization, Values] | None:
         """Return a trace that holds for a batch, and its primal part. ``None`` if there is none."""
         if self._choice.engine == "eager":
             return None
@@ -521,7 +525,7 @@ class Products:
 
     def _trace_of_any_rows(
         self, column: Column, context: Context
-    ) -> tuple[Linearization, list[Primal]] | None:
+    ) -> tuple[Linearization, Values] | None:
         """Return the trace ``any_rows`` and its primal part if it gives the product of a batch."""
         kind, trace = self._choice.any_rows or (None, None)
         if trace is None or kind != _of_one_sample(context):
@@ -532,14 +536,14 @@ class Products:
 
     def _primal_if_equal(
         self, trace: Linearization, context: Context, u: Tensor, Au: Tensor
-    ) -> list[Primal] | None:
+    ) -> Values | None:
         """Return the primal part for a number of samples, or ``None`` if its product is wrong.
 
         The tolerance is stricter than in :meth:`_checked_trace`, because a size that the trace
         treats as a constant may change the product by little.
         """
 
-        def compute() -> list[Primal]:
+        def compute() -> Values:
             with arithmetic(self.risk.precision):
                 primal = trace.primal((self.risk.params, context), context.size)
                 gap = float((trace.tangent(primal, u[None])[0] - Au).norm())
@@ -548,7 +552,7 @@ class Products:
             return primal
 
         # A wrong size can raise any error.
-        primal: list[Primal] | None = attempt(compute, Exception)[0]
+        primal: Values | None = attempt(compute, Exception)[0]
         return primal
 
     def _linearize(self, column: Column, context: Context, rows: int = 0) -> Linearization:

@@ -308,8 +308,10 @@ class Risk:
         with modes.outside_inference():
             space, theta, constants, _ = parameters.copy_state(self.model, names, self.precision)
             other = self._copy_with(space=space, theta=theta, _constants=constants)
-        for name, value in other.params.items():
-            check_finite(f"parameter {name!r}", value)
+        # All at once, and by name only if that fails: every check waits for the device.
+        if not bool(theta.isfinite().all()):
+            for name, value in other.params.items():
+                check_finite(f"parameter {name!r}", value)
         if data is not None:
             other._read(data, batch_size)
             other._check_batch_norm(self.batch_norm)

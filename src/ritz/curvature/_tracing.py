@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ritz._core.batches import tensors
-from ritz.curvature._cuda_graph import Replayed
+from ritz.curvature._cuda_graph import Replayed, Values
 from ritz.curvature._modes import without_warnings_of_fallbacks
 
 aten = torch.ops.aten
@@ -389,11 +389,11 @@ class Linearization:
         self._compiled, self._any_rows = compiled, bool(rows)
         self._primal, self._tangent = _split(recording)
         self._run_primal: Graph = _prepare(self._primal, compiled)
-        self._run_tangent: Graph = _replayed(_prepare(self._tangent, compiled), compiled)
+        self._run_tangent = _tangent_part(_prepare(self._tangent, compiled), compiled)
         # Tangent parts for blocks, by the width of the block and the numbers of the primal part.
-        self._run_wide: dict[tuple[int, ...], Graph] = {}
+        self._run_wide: dict[tuple[int, ...], Tangent] = {}
 
-    def primal(self, point: Any, rows: int = 0) -> list[Primal]:
+    def primal(self, point: Any, rows: int = 0) -> Values:
         """Return the primal part at a point, or raise if the guards do not hold.
 
         Args:
@@ -401,25 +401,24 @@ class Linearization:
             rows: Its number of samples, for a trace that was created with ``rows``.
         """
         with torch.no_grad():
-            return list(self._run_primal(*tensors(point), *([rows] if self._any_rows else [])))
+            return Values(self._run_primal(*tensors(point), *([rows] if self._any_rows else [])))
 
-    def tangent(self, primal: Sequence[Primal], vectors: Tensor) -> Tensor:
+    def tangent(self, primal: Values, vectors: Tensor) -> Tensor:
         """Return the products with ``k`` vectors, both ``(k, *shape)``."""
         width = len(vectors)
         with torch.no_grad():
             if width == 1:
-                product: Tensor = self._run_tangent(*primal, vectors[0])[0]
+                product = self._run_tangent(primal, vectors[0])[0]
                 return product.unsqueeze(0)
-            parts = [part for part in primal if isinstance(part, Tensor)]
             key = (width, *(part for part in primal if isinstance(part, int)))
             if key not in self._run_wide:
-                self._run_wide[key] = self._vmap(primal, parts, vectors)
+                self._run_wide[key] = self._vmap(primal, vectors)
             # A product that does not depend on the vector comes as one row, expanded.
-            block: Tensor = self._run_wide[key](*parts, vectors)[0]
-            return block.contiguous()
+            return self._run_wide[key](primal, vectors)[0].contiguous()
 
-    def _vmap(self, primal: Sequence[Primal], parts: Sequence[Tensor], vectors: Tensor) -> Graph:
+    def _vmap(self, primal: Values, vectors: Tensor) -> "Tangent":
         """Trace ``vmap`` of the tangent part, so that later products do not pay for vmap."""
+        parts = [part for part in primal if isinstance(part, Tensor)]
 
         def multiply(*inputs: Tensor) -> Tensor:
             *tensors, block = inputs
@@ -432,7 +431,20 @@ class Linearization:
             wide = record(multiply, [*parts, vectors])
         simplify(wide.graph)
         graph = _prepare(fx.GraphModule(wide.root, wide.graph), self._compiled)
-        return _replayed(graph, self._compiled)
+
+        def run(*inputs: Any) -> Sequence[Tensor]:
+            return graph(*(each for each in inputs if isinstance(each, Tensor)))
+
+        return _tangent_part(run, self._compiled)
+
+
+# Takes the values of a primal part, and a vector or a block.
+Tangent = Callable[[Values, Tensor], Sequence[Tensor]]
+
+
+def _tangent_part(graph: Graph, compiled: bool) -> Tangent:
+    # Compiled graphs allocate memory in a way of their own, and have fewer kernels.
+    return (lambda values, vectors: graph(*values, vectors)) if compiled else Replayed(graph)
 
 
 def _replace_rows(graph: fx.Graph, rows: int) -> None:
@@ -497,11 +509,6 @@ def _require_fixed_shapes(graph: fx.Graph) -> None:
 def _prepare(module: fx.GraphModule, compiled: bool) -> Graph:
     graph: Graph = torch.compile(module, dynamic=False) if compiled else module
     return graph
-
-
-def _replayed(graph: Graph, compiled: bool) -> Graph:
-    # torch.compile has fewer kernels, and allocates memory in a way of its own.
-    return graph if compiled else Replayed(graph)
 
 
 def _split(recording: Recording) -> tuple[fx.GraphModule, fx.GraphModule]:

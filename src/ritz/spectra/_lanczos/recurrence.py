@@ -504,11 +504,13 @@ class Recurrence:
         missing, expected = 0.0, nothing if couplings is None else couplings
         for _ in range(2):
             overlap = self.basis.project(vector)
-            self._check(vector, overlap.cpu().numpy(), expected)
             self.basis.subtract(vector, overlap)
-            missing += float(overlap[-1])
+            # On the host, so that a GPU is waited for once, and after it has got its next work.
+            numbers = overlap.cpu()
+            self._check(vector, numbers.numpy(), expected)
+            missing += float(numbers[-1])
             norm, expected = self.basis.norm(vector), nothing
-            if is_below(float(overlap.norm()), norm):
+            if is_below(float(numbers.norm()), norm):
                 break
         return missing, norm
 
