@@ -36,6 +36,7 @@ from ritz.curvature._shared import (
     token_counts,
     token_deltas,
 )
+from ritz.optim._kfac.inverses import aligned, eigenbasis, inverse_of, times
 
 Kind = Literal["kfac", "ekfac"]
 DampingMethod = Literal["exact", "factored"]
@@ -46,8 +47,6 @@ Tensors = dict[str, Tensor]
 # If a linear layer has at least this many inputs per row of a batch, the input factor of a step is
 # not formed, because writing and reading it would cost more than the products.
 WIDE = 8
-# Strips in which the inverse of a factor is computed on a GPU.
-STRIPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +161,18 @@ class Block(ABC):
                 f"state_dict does not match: the curvature of layer {self.name!r} was saved with "
                 "other settings or shapes"
             )
-        self.inverse = state
+        self.adopt(state)
+
+    def adopt(self, inverse: Tensors) -> None:
+        """Take the tensors of :meth:`decompose`, in the memory of the earlier ones."""
+        if {k: v.shape for k, v in self.inverse.items()} != {
+            k: v.shape for k, v in inverse.items()
+        }:
+            self.inverse = {name: aligned(value) for name, value in inverse.items()}
+            return
+        # A CUDA graph of the products reads them from there.
+        for name, value in inverse.items():
+            self.inverse[name].copy_(value)
 
     # --------------------------------------------------------------------------------------
     # The sums of a step.
@@ -250,6 +260,11 @@ class Block(ABC):
             for name, shape in self._shapes().items()
         }
 
+    @property
+    @abstractmethod
+    def reads_delta(self) -> bool:
+        """Whether :meth:`precondition` depends on the damping, or :meth:`decompose` alone does."""
+
     @abstractmethod
     def add(self, calls: list[LayerCall]) -> None:
         """Add calls of the layer on the same samples."""
@@ -272,6 +287,11 @@ class Block(ABC):
     @abstractmethod
     def cost(self) -> int:
         """Return the cost of :meth:`decompose` in arbitrary units."""
+
+    def tensors_read(self) -> Iterator[Tensor]:
+        """Yield the tensors that :meth:`precondition` may read."""
+        yield from self.inverse.values()
+        yield from self.average.values()
 
     @abstractmethod
     def precondition(self, gradients: Tensors, delta: float) -> Tensors:
@@ -319,6 +339,10 @@ class KroneckerBlock(Block):
     def joins(self) -> bool:
         # The square of a sum over positions has mixed terms between the calls.
         return self.reduces or self.settings.kind == "ekfac"
+
+    @property
+    def reads_delta(self) -> bool:
+        return not self._is_factored()
 
     def add(self, calls: list[LayerCall]) -> None:
         if self.reduces:
@@ -487,10 +511,11 @@ class KroneckerBlock(Block):
         if self._is_factored():
             A, S = inverse["inputs_inverse"], inverse["outputs_inverse"]
             V = S.unsqueeze(-1) * V if "outputs" in self.diagonal else S @ V
-            return self._split(V * A.unsqueeze(-2) if "inputs" in self.diagonal else V @ A)
+            diagonal = "inputs" in self.diagonal
+            return self._split(V * A.unsqueeze(-2) if diagonal else times(V, A))
         # U_S [(U_S' V U_A) / (s a' + delta)] U_A', where U = I for a diagonal factor.
         U_A, U_S = inverse.get("inputs_basis"), inverse.get("outputs_basis")
-        V = V if U_A is None else V @ U_A
+        V = V if U_A is None else times(V, U_A)
         V = V if U_S is None else U_S.mT @ V
         if self.settings.kind == "ekfac":
             scales = self.average["scales"]
@@ -500,7 +525,7 @@ class KroneckerBlock(Block):
             scales = s.unsqueeze(-1) * a.unsqueeze(-2)
         V = V / (scales + delta)
         V = V if U_S is None else U_S @ V
-        return self._split(V if U_A is None else V @ U_A.mT)
+        return self._split(V if U_A is None else times(V, U_A, transposed=True))
 
     def _joint(self, gradients: Tensors) -> Tensor:
         """Return ``[W b]``, ``(o, i)`` or ``(groups, o, i)``."""
@@ -546,73 +571,6 @@ def _table_squares(
     return squares["weight"].T
 
 
-def inverse_of(matrix: Tensor) -> Tensor:
-    """Return the inverse of a positive definite matrix, by Cholesky factors if they exist."""
-    root, info = torch.linalg.cholesky_ex(matrix)
-    if not bool(info.any()):
-        if root.is_cuda:
-            return _inverse_by_products(root)
-        # The symmetric result is stored by columns, so its transpose is contiguous without a copy.
-        return torch.cholesky_inverse(root).mT.contiguous()
-    # An eigenvalue is negative by roundoff: the damping is below eps times the largest eigenvalue.
-    values, basis = eigen(matrix)
-    floor = torch.finfo(matrix.dtype).eps * values[..., -1:]
-    inverse: Tensor = (basis / values.maximum(floor).unsqueeze(-2)) @ basis.mT
-    return inverse.contiguous()
-
-
-def _inverse_by_products(root: Tensor) -> Tensor:
-    r"""Return :math:`(L L^\top)^{-1} = X^\top X` with :math:`X = L^{-1}`, both ``(..., n, n)``.
-
-    A GPU is faster at products than at the second triangular system of ``cholesky_inverse``.
-    """
-    n = root.shape[-1]
-    identity = torch.eye(n, dtype=root.dtype, device=root.device).expand_as(root)
-    X = torch.linalg.solve_triangular(root, identity, upper=False)
-    inverse, size = torch.empty_like(X), -(-n // STRIPS)
-    for start in range(0, n, size):
-        # X is lower triangular, so columns from `start` on are zero in the rows above. The part
-        # below the diagonal is a copy: 0.47 of the operations of X'X.
-        columns = X[..., start:, start:]
-        strip = columns[..., :size].mT @ columns
-        inverse[..., start : start + size, start:] = strip
-        inverse[..., start:, start : start + size] = strip.mT
-    return inverse
-
-
-def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors of a symmetric matrix that may be nearly singular."""
-    # Scaled, because squares of derivatives may be subnormal near the end of training.
-    scale = matrix.abs().amax((-2, -1), keepdim=True)
-    scale = torch.where(scale > 0, scale, 1.0)
-    scaled = matrix / scale
-    try:
-        values, basis = torch.linalg.eigh(scaled)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        # Divide and conquer may fail in float32 for thousands of eigenvalues at zero.
-        values, basis = (part.to(matrix) for part in torch.linalg.eigh(scaled.double()))
-    return values * scale[..., 0], basis
-
-
-def eigenbasis(factor: Tensor, before: Tensor | None) -> Tensors:
-    """Return ``basis`` and ``values`` of a factor.
-
-    Without an earlier basis they are computed by ``eigh``. Otherwise one step of orthogonal
-    iteration starts from the earlier basis. If the factor has changed little, the result is close
-    to the eigenbasis. The step costs two products and a QR factorisation, which on the CPU is not
-    less than ``eigh``.
-    """
-    # QR of F U is one step of orthogonal iteration. It converges over several updates.
-    if before is None:
-        values, basis = eigen(factor)
-    else:
-        basis = torch.linalg.qr(factor @ before).Q
-        values = (basis * (factor @ basis)).sum(-2)
-    # Zero eigenvalues may be negative by roundoff. Contiguous, as after loading from a file, since
-    # the last bits of products depend on strides.
-    return {"basis": basis.contiguous(), "values": values.clamp_min(0)}
-
-
 # ------------------------------------------------------------------------------------------
 # Affine norms.
 
@@ -626,6 +584,10 @@ class AffineBlock(Block):
 
     @property
     def joins(self) -> bool:
+        return True
+
+    @property
+    def reads_delta(self) -> bool:
         return True
 
     def add(self, calls: list[LayerCall]) -> None:

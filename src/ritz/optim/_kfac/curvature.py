@@ -16,7 +16,7 @@ from ritz._core.checks import check_type
 from ritz._core.distributed import all_sum, broadcast, rank, unwrapped, world_size
 from ritz._core.modes import arithmetic
 from ritz._core.params import check_optimizer, check_setting, parameters
-from ritz.curvature._shared import KFACKind, as_likelihood, known_loss
+from ritz.curvature._shared import KFACKind, Replayed, Values, as_likelihood, known_loss
 from ritz.optim._kfac.blocks import (
     Basis,
     Block,
@@ -36,6 +36,7 @@ from ritz.optim._state_tensors import StateDict, named_params, owners
 
 PREFIX = "kfac_"  # prefix of the names in the state of a parameter
 Gradients = dict[Tensor, Tensor]
+NO_VALUES = Values()  # the products with the inverses have no other inputs than the gradients
 
 
 class Options(TypedDict, total=False):
@@ -85,6 +86,7 @@ class Curvature:
         waits = settings.fisher != "empirical"
         self._capture = Capture(unwrapped(model), self.blocks, self._receive, waits=waits)
         self._loaded: dict[Tensor, Tensors] = {}
+        self._replayed: tuple[Any, Replayed] | None = None
         self.scaler = scaler
         self._arm()
         optimizer.register_state_dict_pre_hook(self._write)
@@ -189,23 +191,38 @@ class Curvature:
         self.steps += 1
         self._arm()
         with arithmetic(self.settings.precision):
-            return gradients | dict(self._precondition(gradients, deltas))
+            return gradients | self._directions(gradients, deltas)
 
-    def _precondition(
-        self, gradients: Gradients, deltas: dict[Block, float]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        for block in self.blocks:
-            present = {key: p for key, p in block.params.items() if p in gradients}
-            if not present or not block.inverse:
-                continue
-            # A block belongs to weight and bias together. One without a gradient counts as zero.
-            parts = {
-                key: gradients[p].to(block.dtype) if key in present else torch.zeros_like(p)
-                for key, p in block.params.items()
-            }
-            result = block.precondition(parts, deltas[block])
-            for key, p in present.items():
-                yield p, result[key].to(p.dtype)
+    def _directions(self, gradients: Gradients, deltas: dict[Block, float]) -> Gradients:
+        """Return the preconditioned gradients of all layers that have an inverse."""
+        blocks = [block for block in self.blocks if block.inverse]
+        params: list[Tensor] = [p for block in blocks for p in block.params.values()]
+        dtypes = {block.dtype for block in blocks}
+        kinds = {(gradients[p].is_cuda, gradients[p].dtype) if p in gradients else None
+                 for p in params}  # fmt: skip
+        if len(dtypes) != 1 or kinds != {(True, dtype) for dtype in dtypes}:
+            return dict(_precondition(blocks, gradients, deltas))
+        # On a GPU the launches of three small products per layer would take most of the time.
+        replayed = self._replayed_for(blocks, params, deltas)
+        (flat,) = replayed(NO_VALUES, torch.cat([gradients[p].flatten() for p in params]))
+        return _split(flat, params)
+
+    def _replayed_for(
+        self, blocks: list[Block], params: list[Tensor], deltas: dict[Block, float]
+    ) -> Replayed:
+        """Return the products with the inverses as a function of all gradients in one vector."""
+        # A graph reads the inverses where they were when it was recorded, and contains the damping.
+        places = [value.data_ptr() for block in blocks for value in block.tensors_read()]
+        damping = [deltas[block] for block in blocks if block.reads_delta]
+        key = (*map(id, params), *damping, *places)
+        if self._replayed is None or self._replayed[0] != key:
+
+            def multiply(vector: Tensor) -> tuple[Tensor]:
+                result = dict(_precondition(blocks, _split(vector, params), deltas))
+                return (torch.cat([result[p].flatten() for p in params]),)
+
+            self._replayed = key, Replayed(multiply)
+        return self._replayed[1]
 
     def _absorb(self, gradients: Gradients) -> dict[Block, float]:
         """Update the averages with the sums of the step. Return the gain of each updated block."""
@@ -299,7 +316,7 @@ class Curvature:
                 broadcast(inverse[name], process[block])
             if isinstance(block, KroneckerBlock):
                 block.rotate(inverse)
-            block.inverse = inverse
+            block.adopt(inverse)
         self._add_first_scales(blocks, gains)
 
     def _add_first_scales(self, blocks: list[Block], gains: dict[Block, float]) -> None:
@@ -350,6 +367,30 @@ class Curvature:
             block.load({k: v.to(block.device, block.dtype, copy=True) for k, v in entry.items()})
         self._loaded = {}
         self._arm()
+
+
+def _precondition(
+    blocks: list[Block], gradients: Gradients, deltas: dict[Block, float]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parameters and their preconditioned gradients."""
+    for block in blocks:
+        present = {key: p for key, p in block.params.items() if p in gradients}
+        if not present:
+            continue
+        # A block belongs to weight and bias together. One without a gradient counts as zero.
+        parts = {
+            key: gradients[p].to(block.dtype) if key in present else torch.zeros_like(p)
+            for key, p in block.params.items()
+        }
+        result = block.precondition(parts, deltas[block])
+        for key, p in present.items():
+            yield p, result[key].to(p.dtype)
+
+
+def _split(vector: Tensor, params: list[Tensor]) -> Gradients:
+    """Return the parts of a vector by parameter."""
+    parts = vector.split([p.numel() for p in params])
+    return {p: part.view(p.shape) for p, part in zip(params, parts, strict=True)}
 
 
 def _divide(blocks: list[Block]) -> dict[Block, int]:
