@@ -1,5 +1,7 @@
 """The study of covariance noise: exact examples in two dimensions, and a small run."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -108,3 +110,48 @@ def test_fields_out_of_range_are_named(bad):
 def test_sizes_of_the_study():
     paper = studies.sized(study, "paper")
     assert (paper.num_epochs, len(paper.tasks), len(paper.methods)) == (200, 9, 8)
+
+
+SHORT = study.Config(tasks=("digits/mlp",), methods=("small", "large", "diagonal"), num_epochs=2,
+                     num_seeds=1, large=512, small=64, rates=(0.1,), small_rates=(0.05,),
+                     precision="bfloat16", fisher_every=2, variance_samples=100)  # fmt: skip
+
+
+def test_a_study_in_half_precision_has_its_own_rate_for_small_batches():
+    result = study.run(SHORT)
+
+    assert result.rates[0].tolist() == [0.05, 0.1, 0.1]
+    assert result.accuracies.isfinite().all()
+    # The Fisher matrix before the first and after the second epoch.
+    assert result.fisher_norms[0].isfinite().tolist() == [[True, False, True]] * 2
+    assert "mean and standard deviation of 1 seed;" in str(result)
+
+
+def test_methods_without_time_are_missing_and_computed_later(tmp_path, monkeypatch):
+    times = iter([True])
+    monkeypatch.setattr(study.TimeLimit, "begin", lambda limit: next(times, False))
+    config = dataclasses.replace(SHORT, max_seconds=1.0)
+    result = study.run(config, state=tmp_path / "state")
+
+    assert result.missing == ("digits mlp large", "digits mlp diagonal")
+    assert result.accuracies[0].isnan().all(1).tolist() == [False, True, True]
+    assert "Not run within 1 s: digits mlp large" in str(result)
+    rows = study.evidence(result)
+    assert [row.what for row in rows if "test accuracy" in row.what] == [
+        "digits/mlp: test accuracy in %, small"
+    ]
+    assert {row.where for row in rows} == {"Table 1", "Figure 1", "Figure 4"}
+    studies.write(study, result, tmp_path)
+    monkeypatch.undo()
+    whole = study.run(SHORT, state=tmp_path / "state")
+    assert not whole.missing
+    assert torch.equal(whole.accuracies[0, 0], result.accuracies[0, 0])
+
+
+def test_without_any_method_the_examples_in_two_dimensions_are_left(tmp_path):
+    result = study.run(dataclasses.replace(SHORT, max_seconds=0.0), state=tmp_path / "state")
+
+    assert len(result.missing) == 3
+    assert {row.where for row in study.evidence(result)} == {"Figure 1", "Figure 4"}
+    studies.write(study, result, tmp_path)
+    assert str(ritz.load(tmp_path / "result.safetensors")) == str(result)

@@ -9,6 +9,7 @@ import torch
 import ritz
 from ritz import plots, studies
 from ritz._core.registry import UnknownNameError
+from ritz.studies import _protocol
 from ritz.studies._protocol import check_entries, check_minimums, compute_cells, record, versions
 
 
@@ -193,3 +194,21 @@ def test_every_entry_of_a_field_is_checked(bad, match):
     with pytest.raises(ValueError, match=match):
         Sized(**bad)
     assert Sized(count=2).count == 2
+
+
+def test_no_cell_begins_that_would_end_after_the_limit(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(_protocol.time, "monotonic", lambda: now[0])
+
+    def compute(seconds):
+        now[0] += seconds
+        return seconds
+
+    cells = {"a": 1.0, "b": 4.0, "c": 1.0}
+    for seconds, done in ((None, "abc"), (10.0, "abc"), (8.9, "ab"), (1.9, "a")):
+        limit = _protocol.TimeLimit(seconds)
+        table = _protocol.compute_cells(compute, cells, "cells", config=None, limit=limit)
+        assert "".join(table) == done, seconds
+    assert _protocol.compute_cells(
+        compute, cells, "cells", config=None, limit=_protocol.TimeLimit(0.0)
+    ) == {"a": 1.0}

@@ -247,6 +247,10 @@ class Parts:
         self.journal = journal
         self._results: dict[str, Any] = journal.load() or {}
 
+    def __contains__(self, name: str) -> bool:
+        """Return whether a part is finished."""
+        return name in self._results
+
     def get(self, name: str, compute: Callable[..., T]) -> T:
         """Return the result of a part, computed unless it is finished.
 

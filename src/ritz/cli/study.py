@@ -25,10 +25,11 @@ class Options(SeedOptions):
     name: str = option(
         MISSING, "Name of a study (ritz list studies).", metavar="NAME", argument=True
     )
-    size: Literal["smoke", "small", "paper"] = option(
+    size: Literal["smoke", "small", "gpu", "paper"] = option(
         "small",
-        "Size of the study. smoke takes seconds, and small takes minutes on two cores; paper is as "
-        "published and may need a GPU for hours. Not every study has all sizes.",
+        "Size of the study. smoke takes seconds, small takes minutes on two cores, and gpu takes "
+        "minutes on a GPU; paper is as published and may need a GPU for hours. Not every study has "
+        "all sizes.",
     )
     settings: list[str] | None = option(None, SETTING, flags="--set", metavar="KEY=VALUE")
     out: Path | None = option(

@@ -56,11 +56,13 @@ def _draw_lopt(result: Any, setup: Any, axes: list[Any]) -> None:
 
 def _draw_grid(result: Any, axes: list[Any]) -> None:
     name, scores = next(iter(result.grids.items()))
+    # Runs that diverged and runs that are missing are both NaN.
+    blank = "none" if result.missing else "diverged"
     grid, mean = result.config.grid(name), scores.mean(1)
     rates, deltas = [f"{rate:g}" for rate in grid.rates], [f"{delta:g}" for delta in grid.deltas]
     for part, title in enumerate(("training error (%)", "test error (%)", "largest eigenvalue")):
         values = mean[part].T * (1 if part == 2 else 100)
-        _map(axes[part], values, deltas, rates, f"{name.replace('_', ' ')}: {title}")
+        _map(axes[part], values, deltas, rates, f"{name.replace('_', ' ')}: {title}", blank)
         axes[part].set(xlabel="learning rate", ylabel="damping")
 
 
@@ -80,13 +82,21 @@ def _draw_curves(curves: list[tuple[str, Tensor]], axes: list[Any]) -> None:
     axes[2].axis("off")
 
 
-def _map(ax: Any, values: Tensor, rows: list[str], columns: list[str], title: str) -> None:
+def _map(
+    ax: Any,
+    values: Tensor,
+    rows: list[str],
+    columns: list[str],
+    title: str,
+    blank: str = "diverged",
+) -> None:
     """Draw a matrix as colours with its numbers."""
     array = style.drawable(values)
     image = ax.imshow(array, cmap="viridis_r", aspect="auto")
-    middle = float(np.nanmin(array) + np.nanmax(array)) / 2
+    finite = array[np.isfinite(array)]
+    middle = float(finite.min() + finite.max()) / 2 if len(finite) else math.nan
     for (i, j), value in np.ndenumerate(array):
-        text = "diverged" if math.isnan(value) else f"{value:.3g}"
+        text = blank if math.isnan(value) else f"{value:.3g}"
         # Numbers must be legible on light and on dark colours.
         colour = "white" if value > middle else "black"
         ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=7)

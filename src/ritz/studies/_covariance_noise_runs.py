@@ -14,11 +14,12 @@ from torch.nn.functional import cross_entropy
 from ritz import data
 from ritz._core.batch_norm import batch_norms
 from ritz._core.journal import Journal, Parts
-from ritz.curvature import Risk, gradient_statistics, noise_sample
+from ritz._core.modes import Precision
+from ritz.curvature import CurvatureOperator, Risk, fisher, gradient_statistics, noise_sample
 from ritz.measures import calibrated_sharpness, excess_risk
-from ritz.studies._protocol import StatePath, column, seeded
-from ritz.studies._training import fit_whole, new_network
-from ritz.training import CurvatureMonitor
+from ritz.spectra import diagonal, frobenius_norm
+from ritz.studies._protocol import StatePath, column, seeded, timeless
+from ritz.studies._training import Samples, fit_whole, new_network
 
 NOISES: tuple[Literal["full", "diagonal"], ...] = ("full", "diagonal")  # of Figure 2
 
@@ -34,6 +35,8 @@ class Runner:
 
     def __init__(self, config: Any, dataset: str, model: str) -> None:
         self.config, self.name = config, model
+        # Measurements have at least the digits of TF32; bfloat16 would have too few.
+        self.precision: Precision | None = None if config.precision == "float32" else "tf32"
         # Learning rates are chosen with images of the training set. The test set is not used.
         load: Any = partial(data.load, dataset, data_dir=config.data, device=config.device)
         self.sets = load()
@@ -46,7 +49,7 @@ class Runner:
             method: A method of the study.
             state: Path where finished runs are saved, and read when the study is run again.
         """
-        config, parts = self.config, Parts(Journal(state, {"config": repr(self.config)}))
+        config, parts = self.config, Parts(Journal(state, {"config": timeless(self.config)}))
         rate, runs = self.choose(method, parts), []
         for k in range(config.num_seeds):
             train = partial(self.train, method, rate, config.seed + k, first=not k)
@@ -69,6 +72,8 @@ class Runner:
         The smallest one, if every rate diverges for some seed.
         """
         rates: tuple[float, ...] = self.config.rates
+        if method == "small" and self.config.small_rates is not None:
+            rates = self.config.small_rates
         if len(rates) == 1:
             return rates[0]
         # A run that diverged scores zero, so its rate is never better than this.
@@ -96,7 +101,9 @@ class Runner:
         norms = torch.full((2, self.config.num_epochs + 1), math.nan, dtype=torch.float64)
         # Figure 5a watches the Fisher matrix along one run with large batches.
         watched = self.sets.train.take(min(1024, len(self.sets.train)), generator=seeded(0))
-        monitor = FisherNorms(watched.tensors()) if first and method == "large" else None
+        monitor = None
+        if first and method == "large":
+            monitor = FisherNorms(watched.tensors(), self.config.fisher_every, self.precision)
         begin = time.perf_counter()
         model, result = self._fit(method, rate, seed, self.sets, monitor, state=state)
         seconds = time.perf_counter() - begin
@@ -118,8 +125,11 @@ class Runner:
         """Return names and mean gradient variances by layer, Figure 2."""
         # A partially trained network, as in Figure 2: one epoch.
         model, _ = self._fit("small", rate, self.config.seed, self.sets, epochs=1)
-        risk = self._risk(model, self.sets.train, min(8192, len(self.sets.train)))
-        statistics = gradient_statistics(risk)
+        count = min(self.config.variance_samples, len(self.sets.train))
+        risk = self._risk(model, self.sets.train, count)
+        # On a GPU, a few samples at once would take most of the time for the calls of kernels.
+        chunk = 32 if risk.theta.is_cuda else None
+        statistics = gradient_statistics(risk, chunk_size=chunk)
         names = statistics.names
         counts = column(risk.space.shapes[name].numel() for name in names)
         variance = column(statistics.layers[name][2] for name in names)
@@ -150,6 +160,7 @@ class Runner:
         result = fit_whole(
             model, sets, optimizer_settings={"lr": rate, "momentum": 0.9, "weight_decay": 5e-4},
             num_epochs=count, schedule="step", warmup=warmup, seed=seed, evaluate_every=count,
+            precision=self.config.precision,
             monitors=[] if monitor is None else [monitor], checkpoint=folder,
             **options,
         )  # fmt: skip
@@ -191,7 +202,8 @@ class Runner:
     def _risk(self, model: nn.Module, split: Any, count: int) -> Risk:
         # Use the same samples for every network, so that differences are due to the networks.
         part = split.take(count, generator=seeded(0))
-        return Risk(model.eval(), cross_entropy, part.tensors(), batch_size=512)
+        options: Any = {"batch_size": 512, "precision": self.precision}
+        return Risk(model.eval(), cross_entropy, part.tensors(), **options)
 
     def _terms(self, model: nn.Module) -> tuple[float, float]:
         parts = (self.sets.train, self.sets.test)
@@ -205,25 +217,51 @@ class Runner:
     def _sharpness(self, model: nn.Module) -> float:
         train, test = self.sets.train, self.sets.test
         count = min(1024, len(test), len(train))
+        # TF32 has about three digits, so a smaller residual might never be reached.
+        limits: Any = {} if self.precision is None else {"rtol": 0.01, "max_steps": 200}
         try:
             return float(calibrated_sharpness(
                 model,
                 lambda m: self._risk(m, train, count),
                 lambda m: self._risk(m, test, len(test)),
+                **limits,
             ))  # fmt: skip
         except ValueError:  # diverged, or every held-out image is right
             return math.nan
 
 
 class FisherNorms:
-    """Monitor that collects the Frobenius norms of the Fisher matrix and of its diagonal."""
+    """Monitor that collects the Frobenius norms of the Fisher matrix and of its diagonal.
+
+    Args:
+        samples: Samples of the empirical Fisher matrix.
+        every: Epochs between measurements.
+        precision: Precision of the products.
+    """
 
     unit = "epoch"
 
-    def __init__(self, source: Any) -> None:
+    def __init__(
+        self, samples: Samples, every: int = 1, precision: Precision | None = None
+    ) -> None:
         self.norms: dict[int, tuple[float, float]] = {}
-        self._monitor = CurvatureMonitor(source, quantities=["fisher"], batch_size=512)
+        self._samples, self._every, self._precision = samples, every, precision
+        self._op: CurvatureOperator | None = None
 
     def __call__(self, count: int, model: nn.Module, optimizer: Any) -> None:
-        numbers = self._monitor.measure(model)
-        self.norms[count] = numbers["fisher_norm"], numbers["fisher_diagonal_norm"]
+        """Measure both norms."""
+        if count % self._every:
+            return
+        op: CurvatureOperator
+        if self._op is None:
+            options: Any = {"batch_size": 512, "precision": self._precision}
+            op = fisher(Risk(model, cross_entropy, self._samples, **options), kind="empirical")
+        else:
+            # Nothing is traced again.
+            op = self._op.at(self._op.risk.moved())
+        # The same probes in all epochs.
+        whole = frobenius_norm(op, num_probes=8, generator=seeded(0))
+        part = diagonal(op, num_probes=8, generator=seeded(0))
+        self.norms[count] = float(whole.mean), float(part.mean.double().norm())
+        # With an empty cache, so that no memory is taken between measurements.
+        self._op = op.at(op.risk)

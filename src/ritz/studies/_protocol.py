@@ -3,10 +3,12 @@
 A study is a module of this package with a frozen ``Config`` that has a ``seed``, a function
 ``run(config, *, progress=False)`` and the ``Result`` it returns, both storable. It may have
 
-* ``SIZES``, configurations by name: ``smoke`` takes seconds and ``paper`` is as published. The
-  default ``Config()`` is ``small``: minutes on two cores.
+* ``SIZES``, configurations by name: ``smoke`` takes seconds, ``gpu`` minutes on a GPU, and
+  ``paper`` is as published. The default ``Config()`` is ``small``: minutes on two cores.
 * a keyword ``state`` of ``run``, a path from which an interrupted run resumes; see
   :func:`compute_cells`.
+* a field ``max_seconds`` of ``Config``, after which ``run`` begins no further cell, and a field
+  ``missing`` of ``Result`` with the names of the cells that were left out; see :class:`TimeLimit`.
 * ``figure(result)``.
 * ``evidence(result)``, which compares the result with what was published, and ``setting(result)``,
   one line on its network and data; see ``_evidence.py``.
@@ -21,14 +23,16 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import math
 import os
 import pkgutil
 import platform
+import time
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, final
 
 import numpy as np
 import scipy
@@ -102,7 +106,7 @@ def configure(config: C | type[C], overrides: Mapping[str, str]) -> C:
 
 
 def sized(study: Study, size: str) -> Any:
-    """Return the configuration of a study for a size: ``smoke``, ``small`` or ``paper``."""
+    """Return the configuration for a size: ``smoke``, ``small``, ``gpu`` or ``paper``."""
     sizes = {"small": study.Config()} | dict(getattr(study, "SIZES", {}))
     check_choice("size", size, sizes)
     return sizes[size]
@@ -126,13 +130,15 @@ def run(
 def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
     """Write the result, and its picture if Matplotlib is installed; return the files.
 
-    The state of an unfinished run in the folder is removed.
+    The state of the run in the folder is removed, unless the result has missing cells: the same
+    configuration with more time then computes these cells only.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Save the numbers first, so that a figure that fails does not lose hours of work.
     save(result, folder / "result.safetensors")
-    remove_state(folder / STATE)
+    if not getattr(result, "missing", ()):
+        remove_state(folder / STATE)
     figure = getattr(study, "figure", None)
     if figure is None or importlib.util.find_spec("matplotlib") is None:
         return (folder / "result.safetensors",)
@@ -218,6 +224,30 @@ def track(items: Collection[T], label: str, progress: bool | Progress) -> Iterat
             bar.update(done)
 
 
+@final
+class TimeLimit:
+    """Wall-clock limit of a study, which begins no cell that would probably end after it.
+
+    A cell is assumed to take as long as the longest one so far.
+
+    Args:
+        seconds: Seconds from now. ``None`` is no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self._began, self._longest = 0.0, 0.0
+
+    def begin(self) -> bool:
+        """Return whether there is time for another cell, which begins now."""
+        self._began = time.monotonic()
+        return self._began + self._longest <= self._end
+
+    def end(self) -> None:
+        """Note that the cell has ended."""
+        self._longest = max(self._longest, time.monotonic() - self._began)
+
+
 def compute_cells(
     compute: Callable[[T], R] | Callable[[T, StatePath], R],
     cells: Mapping[str, T],
@@ -225,30 +255,47 @@ def compute_cells(
     *,
     config: Any,
     state: StatePath = None,
+    limit: TimeLimit | None = None,
     progress: bool | Progress = False,
 ) -> dict[str, R]:
     """Return ``compute(cell)`` for each named cell of a table.
+
+    Cells for which no time is left are missing in the result.
 
     Args:
         compute: Returns the result of a cell, which must be storable: tensors, plain values and
             results of ritz. A second parameter called ``state`` takes a path for its own state.
         cells: Arguments of ``compute`` by the names of the cells.
         label: Label of the progress bar.
-        config: The configuration. A saved state of another one is refused.
+        config: The configuration. A saved state of another one is refused, unless only its
+            ``max_seconds`` differs.
         state: Path where finished cells are saved, and read when the study is run again.
+        limit: Limit of the time of all cells.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
-    finished = Parts(Journal(state, {"config": repr(config)}))
+    finished = Parts(Journal(state, {"config": timeless(config)}))
     saves = "state" in inspect.signature(compute).parameters
 
     def one(cell: T, *, state: StatePath) -> R:
         call: Callable[..., R] = compute
         return call(cell, state) if saves else call(cell)
 
-    return {
-        name: finished.get(name, functools.partial(one, cell))
-        for name, cell in track(cells.items(), label, progress)
-    }
+    results: dict[str, R] = {}
+    for name, cell in track(cells.items(), label, progress):
+        # Finished cells cost no time.
+        if name in finished or limit is None:
+            results[name] = finished.get(name, functools.partial(one, cell))
+        elif limit.begin():
+            results[name] = finished.get(name, functools.partial(one, cell))
+            limit.end()
+    return results
+
+
+def timeless(config: Any) -> str:
+    """Return a configuration as text, without the limit of its time, which changes no cell."""
+    if getattr(config, "max_seconds", None) is not None:
+        config = dataclasses.replace(config, max_seconds=None)
+    return repr(config)
 
 
 def compute_by_seed(

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from torch.nn.functional import avg_pool2d, cross_entropy
 from torch.optim import SGD, Optimizer
 
 from ritz import data, measures, models, training
+from ritz._core.modes import Precision
 from ritz._core.progress import Progress, tracking
-from ritz.curvature import Risk, hessian
+from ritz.curvature import CurvatureOperator, Risk, hessian
 from ritz.spectra import eigenpairs
 from ritz.studies._protocol import column, seeded
 
@@ -55,6 +56,50 @@ def largest_eigenvalue(model: nn.Module, samples: Samples, seed: int) -> float:
     op = hessian(Risk(model, cross_entropy, samples))
     top = eigenpairs(op, largest=1, rtol=0.01, vectors=False, generator=seeded(seed))
     return float(top.values[-1])
+
+
+@final
+class LargestEigenvalue:
+    """Largest eigenvalues of the Hessians of several networks of one architecture.
+
+    The products are traced once, for all networks.
+
+    Args:
+        model: A network of the architecture. Its weights are overwritten.
+        batch_size: Samples per batch of a product.
+        precision: Precision of the products.
+        rtol: Residual relative to the norm.
+        max_steps: Maximum number of products. The Hessian of a network that has not learned may
+            have no separate largest eigenvalue, and the largest Ritz value is then returned.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_size: int,
+        precision: Precision,
+        rtol: float,
+        max_steps: int,
+    ) -> None:
+        self._model, self._batch_size, self._precision = model, batch_size, precision
+        self._limits: Any = {"rtol": rtol, "max_steps": max_steps}
+        self._op: CurvatureOperator | None = None
+
+    def __call__(self, model: nn.Module, samples: Samples, seed: int) -> float:
+        """Return the largest eigenvalue of the Hessian of the loss of a network."""
+        self._model.load_state_dict(model.state_dict())
+        batches: Any = {"batch_size": self._batch_size}
+        op: CurvatureOperator
+        if self._op is None:
+            options: Any = batches | {"precision": self._precision}
+            op = hessian(Risk(self._model, cross_entropy, samples, **options))
+        else:
+            op = self._op.at(self._op.risk.moved(samples, **batches))
+        top = eigenpairs(op, largest=1, vectors=False, generator=seeded(seed), **self._limits)
+        # With an empty cache, so that no memory is taken between two networks.
+        self._op = op.at(op.risk)
+        return float(top.values[-1])
 
 
 def initial_network(name: str, config: Any, train: Samples) -> nn.Module:

@@ -16,9 +16,11 @@ For each seed, all methods have the same samples and initial weights.
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -29,118 +31,41 @@ from torch.nn.functional import cross_entropy
 from ritz import data
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress
+from ritz._core.training_config import TrainingPrecision
 from ritz.curvature import Risk
-from ritz.data import Augmentation
 from ritz.optim import LanczosNewton
 from ritz.plots._shared import style
 from ritz.studies._adaptive_gap_figure import draw
+from ritz.studies._adaptive_gap_sizes import (
+    GRIDS,
+    NAMES,
+    SETUPS,
+    SGD_RATES,
+    Grid,
+    Setup,
+    SizeName,
+)
 from ritz.studies._evidence import Evidence, all_of, located, signed
-from ritz.studies._protocol import StudyResult, check_minimums, column, record, seeded, track
-from ritz.studies._training import fit_whole, largest_eigenvalue, new_network
+from ritz.studies._protocol import (
+    StatePath,
+    StudyResult,
+    TimeLimit,
+    check_minimums,
+    column,
+    compute_cells,
+    record,
+    seeded,
+    track,
+)
+from ritz.studies._training import (
+    LargestEigenvalue,
+    fit_whole,
+    largest_eigenvalue,
+    new_network,
+)
 
 Part = Literal["lopt", "grid", "newton"]
 PARTS = get_args(Part)
-SizeName = Literal["smoke", "small", "gpu", "paper"]
-
-
-# ------------------------------------------------------------------------------------------
-# Sizes, and the optimisers of the grid.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """Learning rates and dampings over which an optimiser is run.
-
-    Attributes:
-        rates: Learning rates.
-        deltas: Dampings.
-        settings: Further settings.
-    """
-
-    rates: tuple[float, ...]
-    deltas: tuple[float, ...]
-    settings: Mapping[str, Any]
-
-
-NAMES = {"damped_adamw": "damped AdamW", "kfac": "K-FAC"}
-# By the names of optimisers that ``fit`` knows.
-GRIDS = {
-    # Fig. 5: dampings from Adam's epsilon up to 0.0075.
-    "damped_adamw": Grid(
-        rates=(4e-4, 1e-3, 4e-3),
-        deltas=(1e-8, 4e-4, 1e-3, 8e-3, 0.1),
-        settings={"weight_decay": 0.0},
-    ),
-    # Fig. 4 and Table 2, right: a constant ratio of damping and rate is a diagonal of the grid.
-    # Inverses every 100 steps and momentum as in Spectral Machine Learning, section 5.8.2.
-    "kfac": Grid(
-        rates=(1e-3, 1e-2, 0.1),
-        deltas=(0.01, 0.1, 1.0),
-        settings={"momentum": 0.9, "inverse_every": 100},
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """Data, networks and lengths of the runs.
-
-    Attributes:
-        data: Data of the convex problem.
-        num_train: Its training samples.
-        num_vectors: Lanczos steps, ``k``.
-        num_steps: Steps of the optimiser.
-        interval: Steps between refreshes of the Ritz vectors.
-        deltas: Dampings.
-        etas: Factors of the sharp directions.
-        network: The network of the grid and its options.
-        images: Data set of the network, and its number of training samples (0 for all).
-        augmentation: Augmentation of these images.
-        batch_size: Batch setup.
-        num_epochs: Epochs of the grid.
-        newton_epochs: Epochs of the second-order runs.
-        longer: Factor of the epochs of Adam and SGD, so that they take about as much time.
-        curvature_samples: Training samples on which the largest eigenvalue is measured.
-    """
-
-    data: str = "mnist"
-    num_train: int = 1000
-    num_vectors: int = 50
-    num_steps: int = 200
-    interval: int = 10
-    deltas: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-    etas: tuple[float, ...] = (1.0, 3.0, 10.0)
-    network: tuple[str, dict[str, Any]] = ("lenet", {})
-    images: tuple[str, int] = ("mnist", 1000)
-    augmentation: Augmentation | None = None
-    batch_size: int = 50
-    num_epochs: int = 30
-    newton_epochs: int = 4
-    longer: int = 8
-    curvature_samples: int = 1000
-
-
-_VGG: dict[str, Any] = {
-    "network": ("vgg16", {}),
-    "images": ("cifar100", 0),
-    "augmentation": Augmentation(),
-    "batch_size": 128,
-    "curvature_samples": 8192,
-}
-SETUPS: dict[SizeName, Setup] = {
-    # Seconds, without any files: what the tests run.
-    "smoke": Setup(
-        data="digits", num_train=60, num_vectors=8, num_steps=6, deltas=(0.1, 1.0),
-        etas=(1.0, 10.0), network=("mlp", {"hidden": 8}), images=("digits", 80), num_epochs=2,
-        newton_epochs=2, longer=2, curvature_samples=40,
-    ),
-    # Minutes on two cores.
-    "small": Setup(),
-    # A VGG-16 in a quarter of an hour on a GPU.
-    "gpu": Setup(**_VGG, num_steps=2000, interval=1, num_epochs=4, newton_epochs=2),
-    # The sizes of the papers, as far as they say; the number of LOPT steps is not published.
-    "paper": Setup(**_VGG, num_steps=2000, interval=1, num_epochs=300, newton_epochs=100),
-}  # fmt: skip
 
 
 @record
@@ -151,8 +76,12 @@ class Config:
         size: ``smoke``, ``small``, ``gpu`` or ``paper``; see ``SETUPS``.
         parts: Parts to run.
         optimizers: Optimisers of the grid; see ``GRIDS``.
-        rates: Learning rates of the grid. Defaults to those of ``GRIDS``.
-        deltas: Dampings of the grid. Defaults to those of ``GRIDS``.
+        rates: Learning rates of the grid. Defaults to those of the size.
+        deltas: Dampings of the grid. Defaults to those of the size.
+        sgd_rates: Learning rates of SGD beside the grid.
+        num_epochs: Epochs of the grid. Defaults to those of the size.
+        precision: Precision of training in the grid. Defaults to that of the size.
+        max_seconds: Time after which no run of the grid begins; see ``TimeLimit``.
         num_seeds: Runs of every setting.
         seed: Run ``i`` has the seed ``seed + i``.
         device: Device of the networks.
@@ -164,6 +93,10 @@ class Config:
     optimizers: tuple[str, ...] = ("damped_adamw",)
     rates: tuple[float, ...] | None = None
     deltas: tuple[float, ...] | None = None
+    sgd_rates: tuple[float, ...] = SGD_RATES
+    num_epochs: int | None = None
+    precision: TrainingPrecision | None = None
+    max_seconds: float | None = None
     num_seeds: int = 3
     seed: int = 0
     device: str = "cpu"
@@ -171,7 +104,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("size", self.size, tuple(SETUPS))
-        check_minimums(self, num_seeds=1, seed=0)
+        check_minimums(self, num_seeds=1, seed=0, sgd_rates=0.0, num_epochs=1, max_seconds=0.0)
         for part in self.parts:
             check_choice("parts", part, PARTS)
         for name in self.optimizers:
@@ -179,11 +112,23 @@ class Config:
 
     def grid(self, name: str) -> Grid:
         """Return the rates and dampings of an optimiser."""
-        known = GRIDS[name]
+        known = self.setup.grids[name]
         return replace(known, rates=self.rates or known.rates, deltas=self.deltas or known.deltas)
 
+    @property
+    def setup(self) -> Setup:
+        """The setup of the size, with the epochs and the precision of this configuration."""
+        known = SETUPS[self.size]
+        return replace(
+            known,
+            num_epochs=self.num_epochs or known.num_epochs,
+            precision=self.precision or known.precision,
+        )
 
-SIZES = {name: Config(size=name) for name in SETUPS}
+
+SIZES = {name: Config(size=name) for name in SETUPS} | {
+    "gpu": Config(size="gpu", sgd_rates=(0.01, 0.03), num_seeds=1, device="cuda"),
+}
 
 
 @record
@@ -200,6 +145,8 @@ class Result(StudyResult[Config]):
         curves: By method running training error after each epoch, and processor time, ``(2,
             num_seeds, epochs)``.
         seconds: Processor time of each part.
+        missing: Names of the runs of the grid for which no time was left. Their numbers are NaN,
+            as those of runs that diverged.
     """
 
     lopt: Tensor
@@ -208,26 +155,28 @@ class Result(StudyResult[Config]):
     sgd: Tensor
     curves: dict[str, Tensor]
     seconds: dict[str, float]
+    missing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join([*_lopt_lines(self), *_grid_lines(self), *_curve_lines(self)])
 
 
-def run(config: Config, *, progress: bool | Progress = False) -> Result:
-    """Return the results of all parts."""
-    setup, began = SETUPS[config.size], time.process_time()
+def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
+    """Return the results of all parts. The runs of the grid can resume."""
+    setup, began, limit = config.setup, time.process_time(), TimeLimit(config.max_seconds)
     # Parts that are not run have empty results.
     empty, seconds = torch.zeros(0), dict[str, float]()
-    results: dict[str, Any] = {"lopt": (empty, empty), "grid": ({}, empty), "newton": {}}
-    for part, call in (("lopt", _lopt), ("grid", _grid), ("newton", _newton)):
+    results: dict[str, Any] = {"lopt": (empty, empty), "grid": ({}, empty, ()), "newton": {}}
+    grid = partial(_grid, state=state, limit=limit)
+    for part, call in (("lopt", _lopt), ("grid", grid), ("newton", _newton)):
         if part in config.parts:
             results[part] = call(config, setup, progress)
             seconds[part] = time.process_time() - began
             began = time.process_time()
-    (lopt, descent), (grids, sgd) = results["lopt"], results["grid"]
+    (lopt, descent), (grids, sgd, missing) = results["lopt"], results["grid"]
     return Result(
         config=config, lopt=lopt, descent=descent, grids=grids, sgd=sgd, curves=results["newton"],
-        seconds=seconds,
+        seconds=seconds, missing=missing,
     )  # fmt: skip
 
 
@@ -291,45 +240,94 @@ def _error(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
 # ------------------------------------------------------------------------------------------
 # Networks: a grid of learning rates and dampings, and second-order steps beside first-order ones.
 
-SGD_RATES = (0.003, 0.01, 0.03)  # 0.01 is the "maximal stable" rate of section 5.2
-
 
 def _grid(
-    config: Config, setup: Setup, progress: bool | Progress
-) -> tuple[dict[str, Tensor], Tensor]:
-    sets, seeds = _images(config, setup), range(config.num_seeds)
-    grids = {}
+    config: Config,
+    setup: Setup,
+    progress: bool | Progress,
+    *,
+    state: StatePath,
+    limit: TimeLimit,
+) -> tuple[dict[str, Tensor], Tensor, tuple[str, ...]]:
+    """Return the tables of the optimisers and of SGD, and the names of the missing runs."""
+    sets, runs, measure = _images(config, setup), _runs(config), largest_eigenvalue
+    if setup.eigenvalue:
+        measure = LargestEigenvalue(_network(sets, setup, config.seed)[0], **setup.eigenvalue)
+
+    def compute(cell: tuple[str, int, Any, dict[str, Any]]) -> Tensor:
+        name, seed, _, settings = cell
+        return _network_run(sets, setup, config.seed + seed, name, settings, measure)
+
+    options: Any = {"config": config, "state": state, "limit": limit, "progress": progress}
+    done = compute_cells(compute, runs, "runs", **options)
+    grids = {name: config.grid(name) for name in config.optimizers}
+    shapes = {name: (len(grid.rates), len(grid.deltas)) for name, grid in grids.items()}
+    tables = {
+        name: torch.full((3, config.num_seeds, *shape), math.nan, dtype=torch.float64)
+        for name, shape in (shapes | {"sgd": (len(config.sgd_rates),)}).items()
+    }
+    for key, scores in done.items():
+        name, seed, place, _ = runs[key]
+        tables[name][:, seed].movedim(0, -1)[place] = scores
+    return tables, tables.pop("sgd"), tuple(key for key in runs if key not in done)
+
+
+def _runs(config: Config) -> dict[str, tuple[str, int, tuple[int, ...], dict[str, Any]]]:
+    """Return optimiser, seed, place in the table and settings of every run, by its name.
+
+    The runs that an unfinished grid needs most are the first ones of their seed.
+    """
+    runs: list[tuple[int, str, str, tuple[int, ...], dict[str, Any]]] = [
+        (1, f"sgd rate {rate:g}", "sgd", (i,), {"lr": rate, "momentum": 0.9})
+        for i, rate in enumerate(config.sgd_rates)
+    ]
     for name in config.optimizers:
         grid = config.grid(name)
-        shape = (3, config.num_seeds, len(grid.rates), len(grid.deltas))
-        scores = torch.zeros(shape, dtype=torch.float64)
-        places = product(seeds, enumerate(grid.rates), enumerate(grid.deltas))
-        for seed, (i, rate), (j, delta) in track(list(places), name, progress):
+        places = product(enumerate(grid.rates), enumerate(grid.deltas))
+        for (i, rate), (j, delta) in places:
+            # K-FAC: the diagonal first, then more damping, then less, at which runs may diverge.
+            # Others: the smallest and the largest damping.
+            order = (
+                2 * abs(j - i) + (j < i) if name == "kfac" else 2 * (0 < j < len(grid.deltas) - 1)
+            )
             settings = {"lr": rate, "delta": delta, **grid.settings}
-            scores[:, seed, i, j] = _network_run(sets, setup, config.seed + seed, name, settings)
-        grids[name] = scores
-    sgd = torch.zeros(3, config.num_seeds, len(SGD_RATES), dtype=torch.float64)
-    for seed, (i, rate) in track(list(product(seeds, enumerate(SGD_RATES))), "SGD", progress):
-        settings = {"lr": rate, "momentum": 0.9}
-        sgd[:, seed, i] = _network_run(sets, setup, config.seed + seed, "sgd", settings)
-    return grids, sgd
+            runs.append((order, f"{name} rate {rate:g} delta {delta:g}", name, (i, j), settings))
+    runs.sort(key=itemgetter(0))
+    return {
+        f"{title} seed {seed}": (name, seed, place, settings)
+        for seed, (_, title, name, place, settings) in product(range(config.num_seeds), runs)
+    }
 
 
 def _network_run(
-    sets: Any, setup: Setup, seed: int, name: str, settings: Mapping[str, Any]
-) -> Tensor:
+    sets: Any, setup: Setup, seed: int, name: str, settings: Mapping[str, Any],
+    measure: Callable[[nn.Module, Any, int], float] = largest_eigenvalue,
+) -> Tensor:  # fmt: skip
     """Return training error, test error and largest eigenvalue after a run."""
     model, train = _network(sets, setup, seed)
-    result = fit_whole(
-        model, (train, sets.test), optimizer=name, optimizer_settings=dict(settings),
-        schedule="linear", num_epochs=setup.num_epochs, evaluate_every=setup.num_epochs,
-        batch_size=setup.batch_size, augment=setup.augmentation or False, seed=seed,
-    )  # fmt: skip
+    # In steps, because a warm-up of one epoch in units of epochs has no effect.
+    steps = math.ceil(len(train) / setup.batch_size)
+    rise: Any = {"warmup": setup.warmup * steps, "schedule_unit": "step"} if setup.warmup else {}
+    diverged = column([math.nan] * 3)
+    try:
+        result = fit_whole(
+            model, (train, sets.test), optimizer=name, optimizer_settings=dict(settings),
+            schedule="linear", num_epochs=setup.num_epochs, evaluate_every=setup.num_epochs,
+            batch_size=setup.batch_size, augment=setup.augmentation or False, seed=seed,
+            precision=setup.precision, **rise,
+        )  # fmt: skip
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # Factors of K-FAC beyond the range of float32, before the loss is read at the end of the
+        # epoch.
+        return diverged
     if not result.status.ok:
-        return column([math.nan] * 3)
+        return diverged
     some = train.take(min(setup.curvature_samples, len(train)), generator=seeded(seed))
     errors = [1 - result.metrics[f"{part}_accuracy"] for part in ("train", "test")]
-    return column([*errors, largest_eigenvalue(model, some.tensors(), seed)])
+    try:
+        return column([*errors, measure(model, some.tensors(), seed)])
+    except ValueError:  # a last step of infinite length, after a loss that was still finite
+        return diverged
 
 
 def _images(config: Config, setup: Setup) -> Any:
@@ -408,7 +406,7 @@ def _curve(sets: Any, setup: Setup, seed: int, name: str, settings: dict[str, An
 def _lopt_lines(result: Result) -> list[str]:
     if not len(result.lopt):
         return []
-    setup, errors, descent = SETUPS[result.config.size], 100 * result.lopt, 100 * result.descent
+    setup, errors, descent = result.config.setup, 100 * result.lopt, 100 * result.descent
     lines = [
         f"LOPT: errors in % (training, test) on {setup.num_train} of {setup.data}, "
         f"learning rate {RATE}, "
@@ -433,8 +431,12 @@ def _grid_lines(result: Result) -> list[str]:
             text = [f"{value:.4g} ({error:.2f})" for value, error in cells]
             lines.append(f"{delta:>10g}" + "".join(f"{cell:>18}" for cell in text))
     if len(result.sgd):
-        rows = zip(SGD_RATES, result.sgd[2].mean(0), 100 * result.sgd[1].mean(0), strict=True)
+        rows = zip(
+            result.config.sgd_rates, result.sgd[2].mean(0), 100 * result.sgd[1].mean(0), strict=True
+        )
         lines += [f"SGD {rate:g}: {value:.4g} ({error:.2f})" for rate, value, error in rows]
+    if result.missing:
+        lines.append(f"Not run within {result.config.max_seconds:g} s: {', '.join(result.missing)}")
     return lines
 
 
@@ -487,8 +489,14 @@ def evidence(result: Result) -> list[Evidence]:
 
 def setting(result: Result) -> str:
     """Return networks and data of the parts that were run."""
-    setup, seeds = SETUPS[result.config.size], f"{result.config.num_seeds} seeds"
+    setup, count = result.config.setup, result.config.num_seeds
+    seeds = f"{count} seed{'s' * (count > 1)}"
     network = f"{setup.network[0]}, {setup.images[1] or 'all'} images, {seeds}."
+    if _is_published(setup):
+        network = (
+            f"{setup.network[0]} on all images of {setup.images[0]}, {setup.num_epochs} epochs, "
+            f"{seeds}."
+        )
     return network if result.grids or result.curves else f"1,000 digits, {seeds}."
 
 
@@ -500,15 +508,25 @@ def _row(where: str, what: str, published: str, measured: str, *, paper: str = "
     )
 
 
-def _listed(values: Any) -> str:
+def _listed(values: Any, blank: str = "diverged") -> str:
     numbers = [float(value) for value in values]
-    return ", ".join("diverged" if math.isnan(one) else f"{one:.3g}" for one in numbers)
+    return ", ".join(blank if math.isnan(one) else f"{one:.3g}" for one in numbers)
+
+
+def _is_published(setup: Setup) -> bool:
+    """Return whether network and data are those of the paper."""
+    return (setup.network[0], setup.images) == ("vgg16", ("cifar100", 0))
+
+
+def _least(values: Tensor) -> float:
+    """Return the least of the finite values, or NaN."""
+    return min(values[values.isfinite()].tolist(), default=math.nan)
 
 
 def _lopt_evidence(result: Result) -> list[Evidence]:
     if not len(result.lopt):
         return []
-    setup, (train, test) = SETUPS[result.config.size], 100 * result.lopt  # by seed
+    setup, (train, test) = result.config.setup, 100 * result.lopt  # by seed
     note = f"{setup.num_steps} steps, basis every {setup.interval}; the paper states neither"
     mean = test.mean(0)[:, 0]
     best, deltas = int(mean.argmin()), _listed(setup.deltas)
@@ -529,6 +547,9 @@ def _lopt_evidence(result: Result) -> list[Evidence]:
 
 
 def _grid_evidence(result: Result) -> Iterator[Evidence]:
+    setup = result.config.setup
+    short = "" if setup.num_epochs >= 300 else f"{setup.num_epochs} epochs; the paper has 300"
+    where = short if _is_published(setup) else "not VGG-16 on CIFAR-100"
     for name, scores in result.grids.items():
         grid = result.config.grid(name)
         cause = (
@@ -536,29 +557,52 @@ def _grid_evidence(result: Result) -> Iterator[Evidence]:
             if name == "kfac"
             else "more damping trains more slowly; see adaptive_causes for equal loss"
         )
+        cause = "; ".join(filter(None, [where, cause]))
         dampings = _listed(grid.deltas)
         for i, rate in enumerate(grid.rates):
             norms, errors = scores[2, :, i], 100 * scores[1, :, i]  # by seed and damping
-            # From the smallest to the largest damping at which no run diverged.
-            kept = norms[:, norms.isfinite().all(0)]
+            # From the smallest to the largest damping at which all runs have learned.
+            ended = norms.isfinite().all(0)
+            learned = (scores[0, :, i] <= 1 - setup.least_accuracy).all(0)
+            kept = norms[:, ended & learned]
             if kept.shape[1] < 2:
                 continue
+            note, blank = _gaps(result, name, [d for d, stuck in zip(
+                grid.deltas, ended & ~learned, strict=True) if stuck])  # fmt: skip
             change = kept[:, -1] - kept[:, 0]
             run = f"{NAMES[name]}, learning rate {rate:g}"
             yield _row("Table 2", f"{run}: lambda_1 by damping {dampings}",
-                       "falls as the damping rises", _listed(norms.mean(0)),
-                       **signed(change, -1, cause=f"not VGG-16 on CIFAR-100; {cause}"))  # fmt: skip
+                       "falls as the damping rises", _listed(norms.mean(0), blank), note=note,
+                       **signed(change, -1, cause=cause))  # fmt: skip
             if name == "kfac":
                 continue
             # The gain of the best of the larger dampings.
-            gain = errors[:, 0] - errors[:, 1 + int(errors.mean(0)[1:].argmin())]
-            sgd = 100 * float(result.sgd[1].mean(0).min())
+            means = errors.mean(0).nan_to_num(math.inf)
+            gain = errors[:, 0] - errors[:, 1 + int(means[1:].argmin())]
+            sgd = 100 * _least(result.sgd[1].mean(0))
+            note = "; ".join(filter(None, [note, f"SGD {sgd:.3g}" * math.isfinite(sgd)]))
             yield _row("Figure 5", f"{run}: test error % by damping {dampings}",
-                       "a larger damping than 1e-8 is better", _listed(errors.mean(0)),
-                       note=f"SGD {sgd:.3g}", **signed(gain, 1))  # fmt: skip
+                       "a larger damping than 1e-8 is better", _listed(errors.mean(0), blank),
+                       note=note, **signed(gain, 1))  # fmt: skip
         if name == "kfac":
-            yield _least_damping(grid, scores[2])
-            yield from _ratio_evidence(grid, scores)
+            if not _missing(result, name):
+                yield _least_damping(grid, scores[2])
+            yield from _ratio_evidence(result, grid, scores)
+
+
+def _missing(result: Result, name: str) -> bool:
+    """Return whether runs of an optimiser are missing."""
+    return any(key.startswith(f"{name} ") for key in result.missing)
+
+
+def _gaps(result: Result, name: str, stuck: list[float]) -> tuple[str, str]:
+    """Return a note on the runs that are not compared, and what stands for one without numbers."""
+    unfinished = _missing(result, name)
+    notes = [
+        f"damping {_listed(stuck)} did not learn and is left out" if stuck else "",
+        "- diverged or was not run" if unfinished else "",
+    ]
+    return "; ".join(filter(None, notes)), "-" if unfinished else "diverged"
 
 
 def _least_damping(grid: Grid, norms: Tensor) -> Evidence:
@@ -572,7 +616,7 @@ def _least_damping(grid: Grid, norms: Tensor) -> Evidence:
                 verdict="agrees" if grows else "differs", why="")  # fmt: skip
 
 
-def _ratio_evidence(grid: Grid, scores: Tensor) -> list[Evidence]:
+def _ratio_evidence(result: Result, grid: Grid, scores: Tensor) -> list[Evidence]:
     """Return sharpness and errors of K-FAC along a constant ratio of damping and rate."""
     # A step along an eigenvector is alpha g / (lambda + delta): where lambda is small, it is
     # alpha / delta, which is the same in all these cells.
@@ -588,13 +632,14 @@ def _ratio_evidence(grid: Grid, scores: Tensor) -> list[Evidence]:
     )
     title = f"K-FAC, damping {ratio:g} times the learning rate"
     rates = _listed(grid.rates[i] for i, _ in cells)
-    note = "there at learning rates 0.1, 0.001, 0.0001"
+    note, blank = _gaps(result, "kfac", [])
+    note = "; ".join(filter(None, ["there at learning rates 0.1, 0.001, 0.0001", note]))
     return [
         _row("Table 2, right", f"{title} of {rates}: lambda_1",
-             "rises as it falls: 6.7, 20.8, 48.2", _listed(norms.mean(1)), note=note,
+             "rises as it falls: 6.7, 20.8, 48.2", _listed(norms.mean(1), blank), note=note,
              **signed(norms[-1] - norms[0], 1)),
         _row("Figure 4", f"{title} of {rates}: test error in %",
-             "rises as it falls: 35.0, 35.2, 37.8", _listed(100 * errors.mean(1)), note=note,
+             "rises as it falls: 35.0, 35.2, 37.8", _listed(100 * errors.mean(1), blank), note=note,
              **signed(errors[-1] - errors[0], 1)),
     ]  # fmt: skip
 
@@ -619,7 +664,7 @@ def _curve_evidence(result: Result) -> list[Evidence]:
     cause = "a small network, and SGD and Adam have momentum; see adaptive_causes"
     return [
         _row("Figure 4.2b", f"training error in % after {epochs} epochs, batches of "
-             f"{SETUPS[result.config.size].batch_size}", "Lanczos-Newton below Adam and SGD",
+             f"{result.config.setup.batch_size}", "Lanczos-Newton below Adam and SGD",
              "; ".join(f"best {kind}: {means[name]:.3g}" for kind, name in best.items()),
              paper="SPECTRA", note=f"all: {text}",
              **all_of(*(signed(lead, -1, cause=cause) for lead in ahead))),
@@ -632,4 +677,4 @@ def _curve_evidence(result: Result) -> list[Evidence]:
 
 def figure(result: Result) -> style.Figure:
     """Draw errors against damping, both heat maps, the grid, and the curves by epoch and time."""
-    return draw(result, SETUPS[result.config.size], _in_order(result.curves))
+    return draw(result, result.config.setup, _in_order(result.curves))

@@ -10,6 +10,7 @@ the worst of several seeds. No other run uses these seeds. A learning rate at wh
 diverges is therefore not chosen, however good the others are.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -23,6 +24,7 @@ from torch.nn.functional import mse_loss
 from ritz import plots
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
+from ritz._core.training_config import TrainingPrecision
 from ritz.curvature import Risk, gradient_statistics, noise_sample
 from ritz.plots._shared import style
 from ritz.studies._covariance_noise_runs import NOISES, Runner
@@ -30,6 +32,7 @@ from ritz.studies._evidence import Evidence, near, points, signed, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
+    TimeLimit,
     check_entries,
     check_minimums,
     column,
@@ -97,9 +100,14 @@ class Config:
         large: Samples of a large batch.
         small: Samples of a small batch.
         rates: Learning rates to choose from. A single one is not tuned.
+        small_rates: Learning rates to choose from with small batches. Defaults to ``rates``.
         tuning_epochs: Epochs of the runs that choose a learning rate. Defaults to ``num_epochs``.
         tuning_seeds: Runs that judge a learning rate, by the worst of them.
         noise_until: Fraction of the run after which noise, or small batches, end.
+        precision: Precision of training. Measurements are in TF32 for the others than float32.
+        fisher_every: Epochs between measurements of the Fisher matrix.
+        variance_samples: Training samples from which the gradient variances are computed.
+        max_seconds: Time after which no method begins; see ``TimeLimit``.
         device: Device of the networks.
         data: Folder of the data sets. Defaults to the environment variable ``RITZ_DATA``.
         seed: Run ``i`` has the seed ``seed + i``, and run ``i`` of the choice of a learning rate
@@ -116,16 +124,33 @@ class Config:
     # From the usual 0.1 of small batches to 1.6, the best with batches of 4096 (appendix E.1). The
     # grid of the paper is not given.
     rates: tuple[float, ...] = (0.1, 0.4, 1.6)
+    small_rates: tuple[float, ...] | None = None
     tuning_epochs: int | None = None
     tuning_seeds: int = 3
     noise_until: float = 0.25
+    precision: TrainingPrecision = "float32"
+    fisher_every: int = 1
+    variance_samples: int = 8192
+    max_seconds: float | None = None
     device: str = "cpu"
     data: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_entries(self, tasks=TASKS, methods=METHODS)
-        check_minimums(self, num_epochs=1, num_seeds=1, tuning_seeds=1, seed=0, rates=0.0, large=2)
+        check_minimums(
+            self,
+            num_epochs=1,
+            num_seeds=1,
+            tuning_seeds=1,
+            seed=0,
+            rates=0.0,
+            large=2,
+            small_rates=0.0,
+            fisher_every=1,
+            variance_samples=1,
+            max_seconds=0.0,
+        )
         check_count("small", self.small, high=self.large - 1)
         if self.tuning_epochs is not None:
             check_count("tuning_epochs", self.tuning_epochs, high=self.num_epochs)
@@ -135,6 +160,12 @@ SIZES = {
     "smoke": Config(
         tasks=("digits/mlp",), methods=METHODS[:3], num_epochs=4, num_seeds=2, large=512, small=64,
         rates=(0.1, 0.4),
+    ),
+    # One row of Table 1 in seven minutes on a GPU.
+    "gpu": Config(
+        tasks=("cifar100/vgg16",), methods=METHODS[:3], num_epochs=80, num_seeds=1,
+        rates=(0.4, 1.6), small_rates=(0.1,), tuning_epochs=8, tuning_seeds=1,
+        precision="bfloat16", fisher_every=20, variance_samples=2048, device="cuda",
     ),
     "paper": Config(
         tasks=tuple(TASKS)[1:], methods=METHODS, num_epochs=200,
@@ -208,6 +239,8 @@ class Result(StudyResult[Config]):
             of the first task, in small and large batches, and with full and diagonal noise,
             ``(4, layers)``.
         seconds: Mean time of a run, ``(tasks, methods)``.
+        missing: Names of the methods for which no time was left. Their numbers are NaN. If there
+            was none for the variances, ``layers`` is empty.
     """
 
     planar: Planar
@@ -222,12 +255,13 @@ class Result(StudyResult[Config]):
     layers: tuple[str, ...]
     variances: Tensor
     seconds: Tensor
+    missing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         c, methods = self.config, self.config.methods
         lines = [
             f"Test accuracy in % after {c.num_epochs} epochs, batches of {c.small} and {c.large}; "
-            f"mean and standard deviation of {c.num_seeds} seeds; in brackets as published",
+            f"mean and standard deviation of {_seeds(c)}; in brackets as published",
             row("", methods, ">22"),
         ]
         for i, task in enumerate(c.tasks):
@@ -237,9 +271,12 @@ class Result(StudyResult[Config]):
             for title, values in zip(MEASURES, measures, strict=True):
                 lines.append(row(f"  {title}", values[i].mean(1), ">22.4g"))
             lines.append(row("  seconds per run", self.seconds[i], ">22.1f"))
-        title = "Mean gradient variance of the first task by parameter tensor:"
-        lines += [title, row("", self.layers, ">14")]
-        lines += [row(n, v, ">14.3g") for n, v in zip(REGIMES, self.variances, strict=True)]
+        if self.missing:
+            lines.append(f"Not run within {c.max_seconds:g} s: {', '.join(self.missing)}")
+        if self.layers:
+            title = "Mean gradient variance of the first task by parameter tensor:"
+            lines += [title, row("", self.layers, ">14")]
+            lines += [row(n, v, ">14.3g") for n, v in zip(REGIMES, self.variances, strict=True)]
         p = self.planar
         title = "Covariance of one step, relative distance from that of small batches:"
         lines += [title, row("", p.names, ">14"), row("", _gaps(p), ">14.3f")]
@@ -261,6 +298,9 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
     """Return the accuracies of all methods on all tasks, and the examples in two dimensions."""
     tasks, methods = config.tasks, config.methods
 
+    limit = TimeLimit(config.max_seconds)
+
+    @functools.lru_cache(maxsize=1)  # the images of a task are read once for all its methods
     def runner(task: str) -> Runner:
         return Runner(config, TASKS[task].data, TASKS[task].model)
 
@@ -268,19 +308,45 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
         return Cell(**runner(cell[0]).cell(cell[1], state))
 
     names = {" ".join(cell).replace("/", " "): cell for cell in product(tasks, methods)}
-    cells = compute_cells(compute, names, "methods", config=config, state=state, progress=progress)
+    options: Any = {"config": config, "state": state, "limit": limit, "progress": progress}
+    done = compute_cells(compute, names, "methods", **options)
+    cells = {name: done.get(name) or _missing_cell(config) for name in names}
 
     def table(name: str) -> Tensor:
         values = [getattr(cell, name) for cell in cells.values()]
         return torch.stack(values).view(len(tasks), len(methods), *values[0].shape)
 
-    layers, variances = runner(tasks[0]).variances(float(table("rates")[0, 0]))
+    # If there was no time for a method, there is none for the variances.
+    complete, variances = len(done) == len(names), torch.zeros(len(REGIMES), 0, dtype=torch.float64)
+    layers: tuple[str, ...] = ()
+    if complete:
+        layers, variances = runner(tasks[0]).variances(float(table("rates")[0, 0]))
     watched = methods.index("large") if "large" in methods else 0
     parts: Any = {field.name: table(field.name) for field in fields(Cell)}
     parts["fisher_norms"] = parts["fisher_norms"][:, watched]
+    missing = tuple(name for name in names if name not in done)
     return Result(
-        config=config, planar=planar(config.seed), layers=layers, variances=variances, **parts
-    )
+        config=config, planar=planar(config.seed), layers=layers, variances=variances,
+        missing=missing, **parts,
+    )  # fmt: skip
+
+
+def _missing_cell(config: Config) -> Cell:
+    """Return a cell of NaN, for a method that was not run."""
+
+    def blank(*shape: int) -> Tensor:
+        return torch.full(shape, math.nan, dtype=torch.float64)
+
+    by_seed = ("accuracies", "sharpness", "generalisation", "optimisation")
+    return Cell(
+        **{name: blank(config.num_seeds) for name in by_seed}, rates=blank(), seconds=blank(),
+        losses=blank(config.num_epochs), steps=blank(config.num_epochs),
+        fisher_norms=blank(2, config.num_epochs + 1),
+    )  # fmt: skip
+
+
+def _seeds(config: Config) -> str:
+    return f"{config.num_seeds} seed{'s' * (config.num_seeds > 1)}"
 
 
 def evidence(result: Result) -> list[Evidence]:
@@ -293,7 +359,7 @@ def setting(result: Result) -> str:
     c = result.config
     return (
         f"{', '.join(c.tasks)}, {c.num_epochs} epochs, small batches of {c.small}, large ones of "
-        f"{c.large}, {c.num_seeds} seeds."
+        f"{c.large}, {_seeds(c)}."
     )
 
 
@@ -302,11 +368,15 @@ def _table_evidence(result: Result) -> Iterator[Evidence]:
     scores = {(task, method): 100 * result.accuracies[i, j] for (i, task), (j, method)
               in product(enumerate(c.tasks), enumerate(c.methods))}  # fmt: skip
     for (task, method), values in scores.items():
+        if not _is_run(result, task, method):
+            continue
+        steps = result.steps[c.tasks.index(task), c.methods.index(method)][-1]
         known = TASKS[task].published
         published = known.get(method, math.nan)
         tolerance = points(known.get("small", math.inf) - known.get("large", 0.0))
-        steps = int(result.steps[c.tasks.index(task), c.methods.index(method)][-1])
-        short = "" if c.num_epochs >= 200 else f"{steps:,} steps; the paper has up to 200 epochs"
+        short = (
+            "" if c.num_epochs >= 200 else f"{int(steps):,} steps; the paper has up to 200 epochs"
+        )
         yield Evidence(
             paper="NOISE", where="Table 2" if method in METHODS[4:] else "Table 1",
             what=f"{task}: test accuracy in %, {method}",
@@ -314,7 +384,7 @@ def _table_evidence(result: Result) -> Iterator[Evidence]:
             **({"verdict": "extends", "why": short} if math.isnan(published)
                else near(values, published, tolerance, cause=short)),
         )  # fmt: skip
-        if method in ("small", "diagonal") and "large" in c.methods:
+        if method in ("small", "diagonal") and _is_run(result, task, "large"):
             gap = values - scores[task, "large"]  # paired: the same seeds
             effect = published - known.get("large", math.nan)
             yield Evidence(
@@ -324,13 +394,22 @@ def _table_evidence(result: Result) -> Iterator[Evidence]:
             )  # fmt: skip
 
 
+def _is_run(result: Result, task: str, method: str) -> bool:
+    """Return whether a method is part of the result, and there was time for it."""
+    c = result.config
+    place = (c.tasks.index(task), c.methods.index(method) if method in c.methods else 0)
+    return method in c.methods and bool(result.steps[place].isfinite().all())
+
+
 def _figure_evidence(result: Result) -> Iterator[Evidence]:
     c, p = result.config, result.planar
     gaps, (full, diagonal) = _gaps(p), p.losses[:, -1].tolist()
     faster = full > diagonal and bool(p.norms[0] > p.norms[1])
+    # The variances are NaN if there was no time for them.
     large, added_full, added_diagonal = (result.variances.mean(1) / result.variances[0].mean())[1:]
     ratios = result.fisher_norms[0, 0] / result.fisher_norms[0, 1]
-    ratios = ratios[ratios.isfinite()]  # a resumed run has no norms of earlier epochs
+    # A resumed run has no norms of earlier epochs, and some epochs are not measured.
+    ratios = ratios[ratios.isfinite()]
     rows = [
         ("Figure 1", "covariance of one step: distance from small batches, full noise",
          "almost recovers it", f"{gaps[2]:.3f}; isotropic {gaps[1]:.3f}, diagonal {gaps[3]:.3f}",
@@ -354,10 +433,15 @@ def _figure_evidence(result: Result) -> Iterator[Evidence]:
         rows.append(("Figure 3", "training loss when the noise ends: large, diagonal, full",
                      "the first two alike, full higher", ", ".join(f"{x:.3g}" for x in losses),
                      losses[2] > max(losses[:2])))  # fmt: skip
+    # Without the runs for which there was no time, the figures of networks are not complete.
+    absent = {"Figure 2", "Figure 3"} if result.missing else set()
+    absent |= {"Figure 5a"} if result.missing and not len(ratios) else set()
     for where, what, published, measured, holds in rows:
+        if where in absent:
+            continue
         yield Evidence(paper="NOISE", where=where, what=what, published=published,
                        measured=measured, verdict="agrees" if holds else "differs")  # fmt: skip
-    if {"large", "diagonal"} <= at.keys():
+    if all(_is_run(result, c.tasks[0], method) for method in ("large", "diagonal")):
         without, added = (result.sharpness[0, at[m]] for m in ("large", "diagonal"))
         yield Evidence(
             paper="NOISE", where="Figure 5b", published="lower",
@@ -481,10 +565,18 @@ def figure(result: Result) -> style.Figure:
     drawing, axes = plots.panels(2, 3, width=4.0, height=3.2)
     _draw_steps(axes[0], result.planar)
     _draw_paths(axes[1], result.planar)
-    _draw_variances(axes[2], result)
-    _draw_training(axes[3], result)
-    _draw_norms(axes[4], result)
-    _draw_table(axes[5], result)
+    panels = (
+        (_draw_variances, result.variances),
+        (_draw_training, result.losses[0]),
+        (_draw_norms, result.fisher_norms[0]),
+        (_draw_table, result.accuracies),
+    )
+    for axis, (draw, values) in zip(axes[2:], panels, strict=False):
+        # There may have been no time for any of the runs.
+        if bool(values.isfinite().any()):
+            draw(axis, result)
+        else:
+            axis.remove()
     return drawing
 
 
@@ -527,8 +619,11 @@ def _draw_training(axis: Any, result: Result) -> None:
 
 def _draw_norms(axis: Any, result: Result) -> None:
     for name, values in zip(NOISES, result.fisher_norms[0], strict=True):
-        epochs = range(len(values))
-        axis.plot(epochs, values.numpy(), "o-", color=_colour(name), label=name, markersize=3)
+        # Not all epochs are measured.
+        epochs = values.isfinite().nonzero()[:, 0]
+        axis.plot(
+            epochs, values[epochs].numpy(), "o-", color=_colour(name), label=name, markersize=3
+        )
     title = f"{result.config.tasks[0]}: Fisher matrix (Fig. 5a)"
     style.finish(axis, "epoch", "Frobenius norm", title, yscale="log")
 
