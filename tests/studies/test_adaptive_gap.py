@@ -214,3 +214,22 @@ def test_the_grid_of_a_gpu_covers_the_diagonal_first():
     ]
     assert names[3] == "sgd rate 0.03 seed 0"
     assert len(names) == 10
+
+
+def test_the_constant_ratio_is_compared_only_where_kfac_has_learned():
+    config = Config(size="gpu", parts=("grid",), num_seeds=1, optimizers=("kfac",))
+    scores = torch.full((3, 1, 3, 3), 0.5, dtype=torch.float64)
+    scores[2, 0] = torch.tensor([[0.1, 1.0, 1.0], [1.0, 9.0, 1.0], [1.0, 1.0, 6.0]])
+    scores[0, 0, 0, 0] = 0.99
+    empty = torch.zeros(0)
+    result = adaptive_gap.Result(
+        config=config, lopt=empty, descent=empty, grids={"kfac": scores},
+        sgd=torch.full((3, 1, 3), 0.5, dtype=torch.float64), curves={}, seconds={},
+    )  # fmt: skip
+
+    row = next(row for row in adaptive_gap.evidence(result) if row.where == "Table 2, right")
+
+    assert (row.measured, row.verdict) == ("6, 9", "agrees")
+    assert "damping 0.02 did not learn" in row.why
+    scores[0] = 0.99
+    assert not [row for row in adaptive_gap.evidence(result) if "right" in row.where]

@@ -621,18 +621,23 @@ def _ratio_evidence(result: Result, grid: Grid, scores: Tensor) -> list[Evidence
     # A step along an eigenvector is alpha g / (lambda + delta): where lambda is small, it is
     # alpha / delta, which is the same in all these cells.
     ratio = grid.deltas[0] / grid.rates[0]
+    stuck = (scores[0] > 1 - result.config.setup.least_accuracy).any(0)
     # From the largest rate to the smallest.
     cells = [
         (i, j)
         for (i, rate), (j, delta) in product(enumerate(grid.rates), enumerate(grid.deltas))
         if math.isclose(delta, ratio * rate)
     ][::-1]
+    left_out = [grid.deltas[j] for i, j in cells if stuck[i, j]]
+    cells = [cell for cell in cells if not stuck[cell]]
+    if not cells:
+        return []
     norms, errors = (
         torch.stack([one[:, i, j] for i, j in cells]) for one in (scores[2], scores[1])
     )
     title = f"K-FAC, damping {ratio:g} times the learning rate"
     rates = _listed(grid.rates[i] for i, _ in cells)
-    note, blank = _gaps(result, "kfac", [])
+    note, blank = _gaps(result, "kfac", left_out)
     note = "; ".join(filter(None, ["there at learning rates 0.1, 0.001, 0.0001", note]))
     return [
         _row("Table 2, right", f"{title} of {rates}: lambda_1",
