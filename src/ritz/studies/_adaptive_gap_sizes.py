@@ -1,4 +1,4 @@
-"""The sizes of the study ``adaptive_gap``: data, networks, lengths, learning rates and dampings."""
+"""The sizes and methods of the study ``adaptive_gap``: networks, lengths, rates and dampings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -134,3 +134,17 @@ SETUPS: dict[SizeName, Setup] = {
         curvature_samples=8192,
     ),
 }  # fmt: skip
+
+# Fig. 4.2b: delta = 10 alpha and 20 Lanczos steps; Adam and SGD with several rates.
+NEWTON = "lanczos_newton"
+_HESSIAN: dict[str, Any] = {"num_steps": 20, "start": "random"}
+_GGN = _HESSIAN | {"matrix": "ggn"}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD 0.01": ("sgd", {"lr": 0.01, "momentum": 0.9}),
+    "SGD 0.03": ("sgd", {"lr": 0.03, "momentum": 0.9}),
+    "Adam 0.003": ("adam", {"lr": 3e-3}),
+    "|H|, rate 1": (NEWTON, _HESSIAN | {"lr": 1.0, "delta": 10.0}),
+    "GGN, rate 0.1": (NEWTON, _GGN | {"lr": 0.1, "delta": 1.0}),
+    "GGN from g, rate 0.3": (NEWTON, _GGN | {"lr": 0.3, "delta": 0.3, "start": "gradient"}),
+    "GGN, rate 0.1, every 10": (NEWTON, _GGN | {"lr": 0.1, "delta": 1.0, "interval": 10}),
+}

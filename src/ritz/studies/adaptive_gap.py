@@ -16,14 +16,13 @@ For each seed, all methods have the same samples and initial weights.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from operator import itemgetter
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -35,17 +34,29 @@ from ritz._core.training_config import TrainingPrecision
 from ritz.curvature import Risk
 from ritz.optim import LanczosNewton
 from ritz.plots._shared import style
+from ritz.studies._adaptive_gap_evidence import (
+    common_epochs,
+    common_time,
+    curve_evidence,
+    epoch_seconds,
+    errors_at,
+    grid_evidence,
+    in_order,
+    is_published,
+    lopt_evidence,
+)
 from ritz.studies._adaptive_gap_figure import draw
 from ritz.studies._adaptive_gap_sizes import (
     GRIDS,
-    NAMES,
+    METHODS,
+    NEWTON,
     SETUPS,
     SGD_RATES,
     Grid,
     Setup,
     SizeName,
 )
-from ritz.studies._evidence import Evidence, all_of, located, signed
+from ritz.studies._evidence import Evidence
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -341,21 +352,6 @@ def _network(sets: Any, setup: Setup, seed: int) -> tuple[nn.Module, Any]:
     return new_network(name, sets, seed, train.device, **options), train
 
 
-# Fig. 4.2b: delta = 10 alpha and 20 Lanczos steps; Adam and SGD with several rates.
-NEWTON = "lanczos_newton"
-_HESSIAN: dict[str, Any] = {"num_steps": 20, "start": "random"}
-_GGN = _HESSIAN | {"matrix": "ggn"}
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "SGD 0.01": ("sgd", {"lr": 0.01, "momentum": 0.9}),
-    "SGD 0.03": ("sgd", {"lr": 0.03, "momentum": 0.9}),
-    "Adam 0.003": ("adam", {"lr": 3e-3}),
-    "|H|, rate 1": (NEWTON, _HESSIAN | {"lr": 1.0, "delta": 10.0}),
-    "GGN, rate 0.1": (NEWTON, _GGN | {"lr": 0.1, "delta": 1.0}),
-    "GGN from g, rate 0.3": (NEWTON, _GGN | {"lr": 0.3, "delta": 0.3, "start": "gradient"}),
-    "GGN, rate 0.1, every 10": (NEWTON, _GGN | {"lr": 0.1, "delta": 1.0, "interval": 10}),
-}
-
-
 def _newton(config: Config, setup: Setup, progress: bool | Progress) -> dict[str, Tensor]:
     sets = _images(config, setup)
     curves: dict[str, list[Tensor]] = {name: [] for name in METHODS}
@@ -443,39 +439,17 @@ def _grid_lines(result: Result) -> list[str]:
 def _curve_lines(result: Result) -> list[str]:
     if not result.curves:
         return []
-    # Equal time is that of the epochs of the first second-order method that ended.
-    newton = [c for name, c in _in_order(result.curves) if METHODS[name][0] == NEWTON]
-    ended = [float(c[1, :, -1].mean()) for c in newton if not bool(c.isnan().any())]
-    epochs, budget = newton[0].shape[-1], ended[0] if ended else 0.0
+    epochs, budget = common_epochs(result.curves), common_time(result.curves)
     lines = [
         f"Running training error in % after {epochs} epochs and after {budget:.3g} s of processor "
         "time; seconds per epoch",
     ]
-    for name, curve in _in_order(result.curves):
+    for name, curve in in_order(result.curves):
         last = 100 * float(curve[0, :, epochs - 1].mean())
-        pairs = zip(*curve, strict=True)
-        there = 100 * float(np.mean([_at(times, errors, budget) for errors, times in pairs]))
-        each = _seconds(curve)
+        there = 100 * float(errors_at(curve, budget).mean())
+        each = epoch_seconds(curve)
         lines.append(f"{name:26}{last:>8.2f}{there:>8.2f}{each:>10.3g}")
     return lines
-
-
-def _in_order(curves: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-    # Files sort their names.
-    return [(name, curves[name]) for name in METHODS if name in curves]
-
-
-def _seconds(curve: Tensor) -> float:
-    """Return the processor time per completed epoch."""
-    # Times add up over the epochs, and those after a divergence are NaN.
-    done = (~curve[1].isnan()).sum(-1).clamp(min=1)
-    return float((curve[1].nan_to_num().amax(-1) / done).mean())
-
-
-def _at(times: Tensor, errors: Tensor, budget: float) -> float:
-    """Return the error of the last epoch within a budget of time; 1 before the first."""
-    done = int((times <= budget).sum())
-    return float(errors[done - 1]) if done else 1.0
 
 
 # ------------------------------------------------------------------------------------------
@@ -484,7 +458,7 @@ def _at(times: Tensor, errors: Tensor, budget: float) -> float:
 
 def evidence(result: Result) -> list[Evidence]:
     """Return the claims of the papers beside the measured numbers."""
-    return [*_lopt_evidence(result), *_grid_evidence(result), *_curve_evidence(result)]
+    return [*lopt_evidence(result), *grid_evidence(result), *curve_evidence(result)]
 
 
 def setting(result: Result) -> str:
@@ -492,7 +466,7 @@ def setting(result: Result) -> str:
     setup, count = result.config.setup, result.config.num_seeds
     seeds = f"{count} seed{'s' * (count > 1)}"
     network = f"{setup.network[0]}, {setup.images[1] or 'all'} images, {seeds}."
-    if _is_published(setup):
+    if is_published(setup):
         network = (
             f"{setup.network[0]} on all images of {setup.images[0]}, {setup.num_epochs} epochs, "
             f"{seeds}."
@@ -500,186 +474,6 @@ def setting(result: Result) -> str:
     return network if result.grids or result.curves else f"1,000 digits, {seeds}."
 
 
-def _row(where: str, what: str, published: str, measured: str, *, paper: str = "GAP",
-         note: str = "", **known: Any) -> Evidence:  # fmt: skip
-    known["why"] = "; ".join(filter(None, [note, known["why"]]))
-    return Evidence(
-        paper=paper, where=where, what=what, published=published, measured=measured, **known
-    )
-
-
-def _listed(values: Any, blank: str = "diverged") -> str:
-    numbers = [float(value) for value in values]
-    return ", ".join(blank if math.isnan(one) else f"{one:.3g}" for one in numbers)
-
-
-def _is_published(setup: Setup) -> bool:
-    """Return whether network and data are those of the paper."""
-    return (setup.network[0], setup.images) == ("vgg16", ("cifar100", 0))
-
-
-def _least(values: Tensor) -> float:
-    """Return the least of the finite values, or NaN."""
-    return min(values[values.isfinite()].tolist(), default=math.nan)
-
-
-def _lopt_evidence(result: Result) -> list[Evidence]:
-    if not len(result.lopt):
-        return []
-    setup, (train, test) = result.config.setup, 100 * result.lopt  # by seed
-    note = f"{setup.num_steps} steps, basis every {setup.interval}; the paper states neither"
-    mean = test.mean(0)[:, 0]
-    best, deltas = int(mean.argmin()), _listed(setup.deltas)
-    # What eta = 10 adds to the errors of eta = 1 at the dampings at which both fit the data.
-    fitted = (train[..., -1] - train[..., 0]).mean(0).abs() < 1
-    harm = (test[..., -1] - test[..., 0])[:, fitted]
-    return [
-        _row("Figure 2", f"LOPT: test error in % by damping {deltas}",
-             "rises as the damping falls", _listed(mean),
-             note=f"up to a peak at {setup.deltas[int(mean.argmax())]:g}; {note}",
-             **signed(test[:, 0, 0] - test[:, best, 0], 1)),
-        _row("Figure 2", f"LOPT: training error in % by damping {deltas}", "does not suffer",
-             _listed(train.mean(0)[:, 0]), note=note,
-             **signed(train[:, 0, 0] - train[:, -1, 0], -1)),
-        _row("Figure 3", "test error in % that eta = 10 adds, where training adds less than 1 %",
-             "positive", _listed(harm.mean(0)) or "none", note=note, **signed(harm.mean(1), 1)),
-    ]  # fmt: skip
-
-
-def _grid_evidence(result: Result) -> Iterator[Evidence]:
-    setup = result.config.setup
-    short = "" if setup.num_epochs >= 300 else f"{setup.num_epochs} epochs; the paper has 300"
-    where = short if _is_published(setup) else "not VGG-16 on CIFAR-100"
-    for name, scores in result.grids.items():
-        grid = result.config.grid(name)
-        cause = (
-            "the cause was tested for damped Adam only"
-            if name == "kfac"
-            else "more damping trains more slowly; see adaptive_causes for equal loss"
-        )
-        cause = "; ".join(filter(None, [where, cause]))
-        dampings = _listed(grid.deltas)
-        for i, rate in enumerate(grid.rates):
-            norms, errors = scores[2, :, i], 100 * scores[1, :, i]  # by seed and damping
-            # From the smallest to the largest damping at which all runs have learned.
-            ended = norms.isfinite().all(0)
-            learned = (scores[0, :, i] <= 1 - setup.least_accuracy).all(0)
-            kept = norms[:, ended & learned]
-            if kept.shape[1] < 2:
-                continue
-            note, blank = _gaps(result, name, [d for d, stuck in zip(
-                grid.deltas, ended & ~learned, strict=True) if stuck])  # fmt: skip
-            change = kept[:, -1] - kept[:, 0]
-            run = f"{NAMES[name]}, learning rate {rate:g}"
-            yield _row("Table 2", f"{run}: lambda_1 by damping {dampings}",
-                       "falls as the damping rises", _listed(norms.mean(0), blank), note=note,
-                       **signed(change, -1, cause=cause))  # fmt: skip
-            if name == "kfac":
-                continue
-            # The gain of the best of the larger dampings.
-            means = errors.mean(0).nan_to_num(math.inf)
-            gain = errors[:, 0] - errors[:, 1 + int(means[1:].argmin())]
-            sgd = 100 * _least(result.sgd[1].mean(0))
-            note = "; ".join(filter(None, [note, f"SGD {sgd:.3g}" * math.isfinite(sgd)]))
-            yield _row("Figure 5", f"{run}: test error % by damping {dampings}",
-                       "a larger damping than 1e-8 is better", _listed(errors.mean(0), blank),
-                       note=note, **signed(gain, 1))  # fmt: skip
-        if name == "kfac":
-            if not _missing(result, name):
-                yield _least_damping(grid, scores[2])
-            yield from _ratio_evidence(result, grid, scores)
-
-
-def _missing(result: Result, name: str) -> bool:
-    """Return whether runs of an optimiser are missing."""
-    return any(key.startswith(f"{name} ") for key in result.missing)
-
-
-def _gaps(result: Result, name: str, stuck: list[float]) -> tuple[str, str]:
-    """Return a note on the runs that are not compared, and what stands for one without numbers."""
-    unfinished = _missing(result, name)
-    notes = [
-        f"damping {_listed(stuck)} did not learn and is left out" if stuck else "",
-        "- diverged or was not run" if unfinished else "",
-    ]
-    return "; ".join(filter(None, notes)), "-" if unfinished else "diverged"
-
-
-def _least_damping(grid: Grid, norms: Tensor) -> Evidence:
-    """Return the smallest damping at which no run of K-FAC diverged, by learning rate."""
-    trained = norms.isfinite().all(0).tolist()  # (rates, deltas)
-    least = [next((delta for delta, ok in zip(grid.deltas, each, strict=True) if ok), math.inf)
-             for each in trained]  # fmt: skip
-    grows = least == sorted(least) and least[0] < least[-1]
-    what = f"K-FAC, learning rates {_listed(grid.rates)}: least damping that trains"
-    return _row("Figure 4", what, "small learning rates train with less damping", _listed(least),
-                verdict="agrees" if grows else "differs", why="")  # fmt: skip
-
-
-def _ratio_evidence(result: Result, grid: Grid, scores: Tensor) -> list[Evidence]:
-    """Return sharpness and errors of K-FAC along a constant ratio of damping and rate."""
-    # A step along an eigenvector is alpha g / (lambda + delta): where lambda is small, it is
-    # alpha / delta, which is the same in all these cells.
-    ratio = grid.deltas[0] / grid.rates[0]
-    stuck = (scores[0] > 1 - result.config.setup.least_accuracy).any(0)
-    # From the largest rate to the smallest.
-    cells = [
-        (i, j)
-        for (i, rate), (j, delta) in product(enumerate(grid.rates), enumerate(grid.deltas))
-        if math.isclose(delta, ratio * rate)
-    ][::-1]
-    left_out = [grid.deltas[j] for i, j in cells if stuck[i, j]]
-    cells = [cell for cell in cells if not stuck[cell]]
-    if not cells:
-        return []
-    norms, errors = (
-        torch.stack([one[:, i, j] for i, j in cells]) for one in (scores[2], scores[1])
-    )
-    title = f"K-FAC, damping {ratio:g} times the learning rate"
-    rates = _listed(grid.rates[i] for i, _ in cells)
-    note, blank = _gaps(result, "kfac", left_out)
-    note = "; ".join(filter(None, ["there at learning rates 0.1, 0.001, 0.0001", note]))
-    return [
-        _row("Table 2, right", f"{title} of {rates}: lambda_1",
-             "rises as it falls: 6.7, 20.8, 48.2", _listed(norms.mean(1), blank), note=note,
-             **signed(norms[-1] - norms[0], 1)),
-        _row("Figure 4", f"{title} of {rates}: test error in %",
-             "rises as it falls: 35.0, 35.2, 37.8", _listed(100 * errors.mean(1), blank), note=note,
-             **signed(errors[-1] - errors[0], 1)),
-    ]  # fmt: skip
-
-
-def _curve_evidence(result: Result) -> list[Evidence]:
-    if not result.curves:
-        return []
-    curves = dict(_in_order(result.curves))
-    newton = [name for name in curves if METHODS[name][0] == NEWTON]
-    epochs = curves[newton[0]].shape[-1]
-    errors = {name: 100 * curve[0, :, epochs - 1] for name, curve in curves.items()}
-    means = {name: float(values.mean()) for name, values in errors.items()}
-    kinds = {"Lanczos-Newton": newton} | {
-        kind: [name for name in curves if name.startswith(kind)] for kind in ("SGD", "Adam")
-    }
-    # A method that diverged is not the best.
-    best = {kind: min(names, key=lambda name: (math.isnan(means[name]), means[name]))
-            for kind, names in kinds.items()}  # fmt: skip
-    ahead = [errors[best["Lanczos-Newton"]] - errors[best[kind]] for kind in ("SGD", "Adam")]
-    text = "; ".join(f"{name}: {_listed([mean])}" for name, mean in means.items())
-    ratio = _seconds(curves[newton[0]]) / _seconds(curves[kinds["SGD"][0]])
-    cause = "a small network, and SGD and Adam have momentum; see adaptive_causes"
-    return [
-        _row("Figure 4.2b", f"training error in % after {epochs} epochs, batches of "
-             f"{result.config.setup.batch_size}", "Lanczos-Newton below Adam and SGD",
-             "; ".join(f"best {kind}: {means[name]:.3g}" for kind, name in best.items()),
-             paper="SPECTRA", note=f"all: {text}",
-             **all_of(*(signed(lead, -1, cause=cause) for lead in ahead))),
-        _row("Section 4.3.1", "cost of a step of Lanczos-Newton in SGD steps", "about 40",
-             f"{ratio:.3g}", paper="SPECTRA",
-             note="20 Lanczos iterations on the Hessian, processor time of one thread; tolerance a "
-             "factor of 2", verdict=located(ratio, 0.0, 20.0, 80.0), why=""),
-    ]  # fmt: skip
-
-
 def figure(result: Result) -> style.Figure:
     """Draw errors against damping, both heat maps, the grid, and the curves by epoch and time."""
-    return draw(result, result.config.setup, _in_order(result.curves))
+    return draw(result, result.config.setup, in_order(result.curves))

@@ -275,8 +275,9 @@ class Result(StudyResult[Config]):
             lines.append(f"Not run within {c.max_seconds:g} s: {', '.join(self.missing)}")
         if self.layers:
             title = "Mean gradient variance of the first task by parameter tensor:"
-            lines += [title, row("", self.layers, ">14")]
-            lines += [row(n, v, ">14.3g") for n, v in zip(REGIMES, self.variances, strict=True)]
+            lines += [title, row("", REGIMES, ">18", width=24)]
+            each = zip(self.layers, self.variances.T, strict=True)
+            lines += [row(name, values, ">18.3g", width=24) for name, values in each]
         p = self.planar
         title = "Covariance of one step, relative distance from that of small batches:"
         lines += [title, row("", p.names, ">14"), row("", _gaps(p), ">14.3f")]
@@ -601,11 +602,12 @@ def _draw_variances(axis: Any, result: Result) -> None:
     for name, values in zip(REGIMES, result.variances, strict=True):
         places = range(len(values))
         axis.plot(places, values.numpy(), "o-", color=_colour(name), label=name, markersize=4)
-    # Names of a few layers have room; those of a deep network stand on end.
-    look: Any = (
-        {"fontsize": "small"} if len(result.layers) <= 5 else {"rotation": 60, "fontsize": 6}
-    )
-    axis.set_xticks(range(len(result.layers)), result.layers, **look)
+    # Names of a few layers have room. Those of a deep network stand on end, and some are left out.
+    count = len(result.layers)
+    places, look = range(0, count, -(-count // 16)), dict[str, Any](fontsize="small")
+    if count > 5:
+        look = {"rotation": 60, "fontsize": 6, "ha": "right", "rotation_mode": "anchor"}
+    axis.set_xticks(places, [result.layers[place] for place in places], **look)
     style.finish(axis, "", "mean gradient variance", "Variance by layer (Fig. 2)", yscale="log")
 
 
