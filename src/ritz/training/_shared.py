@@ -16,5 +16,6 @@ from ritz.training._run_folder import (
     run_weights,
     train_run,
 )
-from ritz.training._sweep import outcome, plan_sweep, run_plan
+from ritz.training._sweep import outcome, run_plan
+from ritz.training._sweep_plan import SweepOptions, check_metric, plan_sweep
 from ritz.training._weights import tensor_state
