@@ -80,5 +80,6 @@ def test_wrong_options_end_in_one_line(options, error, tmp_path, capsys):
 
 def test_an_error_of_the_noise_names_its_option(here, refused, tmp_path):
     own = ["--model", "own_model:WithLoss", "--data", "own_data:named", "--loss", "model"]
-    line = refused("train", *own, "--noise", "diagonal", "--noise-batch", "4", "--out", tmp_path)
+    line = refused("train", *own, "--noise", "diagonal", "--noise-batch", "4", "--json",
+                   "--out", tmp_path)  # fmt: skip
     assert line.startswith("ritz: --noise diagonal needs outputs that are separate from the loss")

