@@ -115,6 +115,7 @@ def test_values_are_numbers_words_and_lists():
             ["--grid", "preset=adamw/vgg16/cifar10", "--optimizer", "sgd"],
             "--grid preset=adamw/vgg16/cifar10: preset adamw/vgg16/cifar10 brings its optimiser",
         ),
+        (["--grid", "patience=null,2"], "--grid patience=2: patience needs validation data"),
         (["--metric", "foo"], "ritz: --metric must be one of learning_rate, train_loss"),
         (["--grid", "batch-size=0"], "--batch-size must be at least 1, got 0"),
         (["--grid", "batch-size=x"], "--batch-size must be an integer, got 'x'"),

@@ -144,7 +144,7 @@ COMMANDS = [
     (train("--loss", "wrong:vector_loss"), "the loss must be a number, the mean over a batch"),
     (train("--loss", "wrong:number_loss"), "the loss must be a number, the mean over a batch, got"),
     (train("--loss", "cross_entropi"), "did you mean cross_entropy?"),
-    (train("--set", "momentum=abc"), "--optimizer sgd cannot be made with {'momentum': 'abc'}"),
+    (train("--set", "momentum=abc"), "momentum of optimizer sgd must be a number, got 'abc'"),
     (train("--set", "foo=1"), "--optimizer sgd has no setting 'foo'; it has lr, momentum"),
     (
         train("--optimizer", "kfac", "--set", "foo=1"),

@@ -286,6 +286,7 @@ def test_names_of_the_command_line_and_of_the_library_are_one():
         ({"noise": ["diagonal"], "noise_batch": [4, 10]}, "noise_batch=10: noise_batch must be le"),
         ({"batch-size": [8, 0]}, "grid batch-size=0: batch_size must be at least 1, got 0"),
         ({"preset": ["sgd/none"]}, "no preset is named 'sgd/none'"),
+        ({"patience": [None, 2]}, "grid patience=2: patience needs validation data, got none"),
         ({"data.rows": [3]}, "data of sweep() are the same for all runs"),
     ],
 )  # fmt: skip

@@ -194,6 +194,7 @@ class _Check:
 
     def __call__(self, training: TrainingConfig, others: dict[str, Any]) -> None:
         from ritz.cli._factories import loss_function, make_data, make_model
+        from ritz.training._shared import PARTS, check_patience
 
         config, options = _at(self._config, self._options, training, others)
         _check_watch(options, others["names"])
@@ -201,13 +202,18 @@ class _Check:
             check_count("watch", options.watch, high=training.num_epochs)
         if "loss" in others["names"]:
             loss_function(config.loss)
-        if not (others["model"] or others["data"] or {"model", "data"} & others["names"].keys()):
+        patient = training.patience is not None
+        made = others["model"] or others["data"] or {"model", "data"} & others["names"].keys()
+        if not (made or patient):
             return
         # Each model and data set of the grid is made once.
         place = f"{config.data} {config.data_options}"
         if place not in self._data:
             folder = Path(config.data_dir) if config.data_dir else None
             self._data[place] = make_data(config.data, data_dir=folder, options=config.data_options)
+        if patient:
+            parts = self._data[place]
+            check_patience([part for part in PARTS if getattr(parts, part) is not None])
         name = f"{config.model} {config.model_options} {place}"
         if name not in self._models:
             make_model(config.model, self._data[place], config.model_options)

@@ -42,6 +42,7 @@ from ritz.training._log import Log, Record, times_path
 from ritz.training._optimizers import (
     average_plan,
     check_final,
+    check_patience,
     make_average,
     make_noise,
     make_optimizer,
@@ -146,13 +147,8 @@ class Run:
         optimizer = make_optimizer(self.optimizer, model, config, plan, device)
         self.average, self._auto = make_average(self.average, optimizer, config, plan)
         check_final(config, self.average)
-        if self._auto is not None and "validation" not in self.evaluation:
-            # The test data must not decide when the run ends.
-            raise ValueError(
-                "patience needs validation data, got none: pass validation=, hold out images of a "
-                "data set (--set-data validation=500), or let your data function return "
-                "(train, validation, test)"
-            )
+        if self._auto is not None:
+            check_patience(self.evaluation)
         self.schedule = make_schedule(self.schedule, optimizer, config, self.steps_per_epoch)
         noise = make_noise(
             optimizer, Adapter(model, self.loss_fn, self.forward), config, self._num_steps(),

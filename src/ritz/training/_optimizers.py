@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, get_args
@@ -428,6 +428,17 @@ def make_average(
         return average, None
     auto = optim.AutoAverage(average, patience=config.patience, rule=config.patience_rule)
     return average, auto
+
+
+def check_patience(parts: Container[str]) -> None:
+    """Raise if the data have no validation part, on which patience depends."""
+    # The test data must not decide when the run ends.
+    if "validation" not in parts:
+        raise ValueError(
+            "patience needs validation data, got none: pass validation=, hold out images of a "
+            "data set (--set-data validation=500), or let your data function return "
+            "(train, validation, test)"
+        )
 
 
 def check_final(config: TrainingConfig, average: optim.IterateAverage | None) -> None:

@@ -29,6 +29,7 @@ from ritz.training._data import (
 from ritz.training._fit import fit
 from ritz.training._jobs import Compute, run_tasks
 from ritz.training._log import LOG, read_log
+from ritz.training._optimizers import check_patience
 from ritz.training._result import TrainingResult, TrainingStatus
 from ritz.training._sweep_plan import (
     Others,
@@ -280,6 +281,8 @@ class _Fit:
             raise ValueError(
                 "the data of sweep() are the same for all runs: data.NAME is for ritz sweep"
             )
+        if training.patience is not None:
+            check_patience(self.parts)
         keywords = others["model"]
         if keywords and keywords not in self._made:
             self._model_of(keywords, training.seed)
