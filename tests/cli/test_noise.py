@@ -62,6 +62,8 @@ def test_a_published_setting_yields_to_the_other_options(tmp_path, capsys):
          "--noise-batch must be less than the samples of a step, got 512 and 128"),
         (["--noise-until", "0.5"], "--noise-until must be given with noise"),
         (["--ghost-batch", "32"], "--ghost-batch needs a model with batch norm"),
+        (["--ghost-batch", "128", "--batch-size", "64"],
+         "--ghost-batch must be at most the batch size, got 128 and batches of at most 64 samples"),
         (["--batch-schedule", "64"], "--batch-schedule must be EPOCH:SIZE"),
         (["--preset", "noisy_sgd/vgg16_bn/cifar10", "--optimizer", "adam"],
          "--preset noisy_sgd/vgg16_bn/cifar10 brings its optimiser"),
@@ -74,3 +76,10 @@ def test_wrong_options_end_in_one_line(options, error, tmp_path, capsys):
     assert error in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_an_error_of_the_noise_names_its_option(here, refused, tmp_path):
+    own = ["--model", "own_model:WithLoss", "--data", "own_data:named", "--loss", "model"]
+    line = refused("train", *own, "--noise", "diagonal", "--noise-batch", "4", "--json",
+                   "--out", tmp_path)  # fmt: skip
+    assert line.startswith("ritz: --noise diagonal needs outputs that are separate from the loss")

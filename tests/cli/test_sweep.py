@@ -90,7 +90,33 @@ def test_values_are_numbers_words_and_lists():
         (["--grid", "lr=0.1,0.10"], "--grid must have each value of lr once, got 0.1 twice"),
         (["--grid", "lr=0.1", "--grid", "lr=0.2"], "--grid lr must be given once, got it twice"),
         (["--grid", "lrr=0.1"], "got 'lrr'; did you mean lr?"),
-        (["--grid", "lr=-1"], "ritz: lr must be finite and above 0, got -1"),
+        (["--grid", "lr=-1"], "ritz: --grid lr=-1: lr must be finite and above 0, got -1"),
+        (["--grid", "lr=0.1,abc"], "ritz: --grid lr=abc: lr must be a number, got str"),
+        (["--grid=lr=0.1,abc"], "ritz: --grid lr=abc: lr must be a number, got str"),
+        (["--grid", "optimizer.momentum=0,x"], "ritz: --grid optimizer.momentum=x: momentum of "),
+        (
+            ["--grid", "damping=constant,ratio", "--grid", "lr=0.1"],
+            "ritz: --grid damping=ratio: damping rule 'ratio' needs an optimiser with a damping",
+        ),
+        (["--grid", "out=a,b"], "--grid must not have out, which is one for all runs"),
+        (["--grid", "set-model=a"], "--grid must not have set-model: use model.NAME"),
+        (["--grid", "set=momentum=0"], "--grid must not have set: use optimizer.NAME"),
+        (["--grid", "watch=1,5"], "--grid watch=5: watch must be between 1 and 2, got 5"),
+        (["--grid", "watch=0"], "--grid watch=0: watch must be at least 1, got 0"),
+        (["--grid", "watch-samples=64"], "--watch-samples 64 needs --watch: add --watch 1"),
+        (
+            ["--watch", "1", "--grid", "watch-samples=64,1"],
+            "--grid watch-samples=1: --watch-samples must be at least 2, got 1",
+        ),
+        (["--watch", "1", "--grid", "quantity=gsnr,foo"], "--grid quantity=foo: no quantity is na"),
+        (["--watch", "1", "--grid", "watch_matrix=fisher"], "must be one of hessian, ggn; got 'f"),
+        (["--grid", "preset=a,b"], "ritz: --grid preset=a: no preset is named 'a'"),
+        (
+            ["--grid", "preset=adamw/vgg16/cifar10", "--optimizer", "sgd"],
+            "--grid preset=adamw/vgg16/cifar10: preset adamw/vgg16/cifar10 brings its optimiser",
+        ),
+        (["--grid", "patience=null,2"], "--grid patience=2: patience needs validation data"),
+        (["--metric", "foo"], "ritz: --metric must be one of learning_rate, train_loss"),
         (["--grid", "batch-size=0"], "--batch-size must be at least 1, got 0"),
         (["--grid", "batch-size=x"], "--batch-size must be an integer, got 'x'"),
         (["--grid", "seed=1,2"], "--grid must not have seed: pass --seeds 0,1,2"),
@@ -102,7 +128,8 @@ def test_values_are_numbers_words_and_lists():
         # Without advice on --set-model, which would not help here.
         (
             ["--grid", "model.depth=3"],
-            "unexpected keyword argument 'depth'; it takes num_classes, width\n",
+            "ritz: --grid model.depth=3: 'own_model:net': got an unexpected keyword argument "
+            "'depth'; it takes num_classes, width\n",
         ),
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--quantity", "trace"], "--quantity trace needs --watch: add --watch 1"),
@@ -111,6 +138,33 @@ def test_values_are_numbers_words_and_lists():
 def test_a_bad_sweep_is_refused_in_one_line(here, tmp_path, refused, arguments, line):
     usual = ["sweep", *OWN, *SMALL, "--out", tmp_path / "sweep", "--jobs", "1"]
     assert line in refused(*usual, *arguments)
+    assert not (tmp_path / "sweep").exists()  # no run has begun
+
+
+def test_options_of_monitors_and_published_settings_vary(here, tmp_path, capsys):
+    usual = ["sweep", *OWN, *SMALL, "--seeds", "1", "--jobs", "1"]
+    grid = ["--grid", "watch=1,2", "--grid", 'quantity=["gsnr",["lambda_max","trace"]]']
+    assert ritz(*usual, "--out", tmp_path / "watched", *grid) == 0
+    found = json.loads(capsys.readouterr().out)["result"]
+
+    assert found["grid"] == {"watch": [1, 2], "quantity": ["gsnr", ["lambda_max", "trace"]]}
+    logs = [read_log(path) for path in sorted((tmp_path / "watched").glob("*/log.jsonl"))]
+    measured = [[x for x in log if x["kind"] == "curvature"] for log in logs]
+    assert sorted((len(x), "gsnr" in x[0], "trace" in x[0]) for x in measured) == [
+        (1, False, True), (1, True, False), (2, False, True), (2, True, False)]  # fmt: skip
+
+    # As ritz train: options of the command line take precedence.
+    grid = ["--grid", "preset=adamw/vgg16/cifar10,sgd/vgg16/cifar100"]
+    assert ritz(*usual, "--out", tmp_path / "published", *grid) == 0
+    runs = [json.loads(path.read_text())["training"]
+            for path in (tmp_path / "published").glob("*/run.json")]  # fmt: skip
+    assert sorted(run["optimizer"] for run in runs) == [
+        "adamw/vgg16/cifar10", "sgd/vgg16/cifar100"]  # fmt: skip
+    assert {run["num_epochs"] for run in runs} == {2}
+    assert ritz("train", *OWN, *SMALL, "--preset", "adamw/vgg16/cifar10", "--out",
+                tmp_path / "one") == 0  # fmt: skip
+    one = json.loads((tmp_path / "one" / "run.json").read_text())["training"]
+    assert one in runs
 
 
 def test_an_error_names_the_folder_of_a_run_as_it_is(here, tmp_path, refused):
@@ -124,7 +178,7 @@ def test_an_error_names_the_folder_of_a_run_as_it_is(here, tmp_path, refused):
 
 
 def test_a_sweep_in_several_processes_is_refused(here, tmp_path, refused, monkeypatch):
-    monkeypatch.setattr("ritz.training._sweep.world_size", lambda: 2)
+    monkeypatch.setattr("ritz.training._sweep_plan.world_size", lambda: 2)
     assert "leave out torchrun" in refused("sweep", *OWN, "--out", tmp_path / "sweep", *RATES)
 
 

@@ -144,7 +144,7 @@ COMMANDS = [
     (train("--loss", "wrong:vector_loss"), "the loss must be a number, the mean over a batch"),
     (train("--loss", "wrong:number_loss"), "the loss must be a number, the mean over a batch, got"),
     (train("--loss", "cross_entropi"), "did you mean cross_entropy?"),
-    (train("--set", "momentum=abc"), "--optimizer sgd cannot be made with {'momentum': 'abc'}"),
+    (train("--set", "momentum=abc"), "momentum of optimizer sgd must be a number, got 'abc'"),
     (train("--set", "foo=1"), "--optimizer sgd has no setting 'foo'; it has lr, momentum"),
     (
         train("--optimizer", "kfac", "--set", "foo=1"),
@@ -161,7 +161,7 @@ COMMANDS = [
     ),
     (
         train("--optimizer", "lanczos_newton", "--set", "delta=much"),
-        "delta must be a number, got str",
+        "delta of optimizer lanczos_newton must be a number, got 'much'",
     ),
     (train("--optimizer", "adamm"), "no optimiser is named 'adamm'; did you mean adam"),
     (train("--lr", "-1"), "--lr must be finite and above 0, got -1.0"),
@@ -277,7 +277,7 @@ CALLS = {
     "a seed out of range": (lambda: fit(net(), (X, Y), seed=2**40), "seed must be between 0 and"),
     "a setting of the wrong type": (
         lambda: fit(net(), (X, Y), optimizer_settings={"momentum": "abc"}),
-        "optimizer sgd cannot be made with",
+        "momentum of optimizer sgd must be a number, got 'abc'",
     ),
     "an unknown optimiser": (lambda: fit(net(), (X, Y), optimizer="adamm"), "did you mean adam"),
     "evaluation without batches": (lambda: evaluate(net(), []), "at least one batch"),

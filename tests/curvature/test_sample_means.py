@@ -44,7 +44,7 @@ def test_a_mean_over_unmasked_elements_raises_if_a_later_batch_is_masked(call):
     x, y = noise(12, 3), noise(12, 3, seed=1)
     y[8, 1:] = -9.0
     risk = Risk(mlp().double(), masked, batches(x, y, 6))
-    with pytest.raises(ValueError, match=f"{NOT_A_MEAN}.*pass a risk without them"):
+    with pytest.raises(ValueError, match=f"{NOT_A_MEAN}.*use a loss without them"):
         call(risk)
 
 

@@ -380,12 +380,38 @@ def test_every_quantity_of_a_log_has_a_panel():
     np.testing.assert_array_equal(largest[0].get_ydata(), [6.0, 7.0, 8.0])
     assert largest[1].get_label() == "edge of stability"
     np.testing.assert_array_equal(largest[1].get_ydata(), [20.0] * 3)
-    assert legend(axes["weight_norm"]) == ["0.weight", "0.bias"]
+    labels = [line.get_label() for line in axes["weight_norm"].get_lines()]
+    assert labels == ["all layers", "0.weight", "0.bias"]
     assert len(axes["weight_norm"].get_lines()) == 3
     np.testing.assert_allclose(band(axes["trace"])[0], [0.8, 1.8, 2.8])
     assert len(axes["ritz_values"].collections[0].get_offsets()) == 9
     (image,) = axes["gradient_weight_histogram"].get_images()
     np.testing.assert_allclose(image.get_array(), np.log10([[1, 2], [3, 4]]))
+
+
+def test_a_layer_has_the_same_colour_and_name_in_all_panels():
+    # The variance has no number of all layers; the square has the layers in another order.
+    layers = {"gradient_variance.0": 2.0, "gradient_variance.2": 3.0, "weight_norm": 3.0,
+              "weight_norm.0": 2.0, "gradient_square.2": 1.0, "gradient_square.0": 4.0}  # fmt: skip
+    log = [curvature(n, **layers) for n in (1, 2, 3)]
+    names = ["gradient_variance", "gradient_square", "weight_norm"]
+
+    figure = plots.watched({"run": log}, names=names)
+
+    looks = [
+        {line.get_label(): (line.get_color(), line.get_marker()) for line in ax.get_lines()}
+        for ax in figure.axes[:3]
+    ]
+    assert looks[0] == looks[1]
+    assert looks[2]["0"] == looks[0]["0"]
+    assert len(set((looks[0] | looks[2]).values())) == 3
+    (shared,) = figure.legends
+    texts = [text.get_text() for text in shared.get_texts()]
+    assert sorted(texts) == ["0", "2", "all layers"]
+    assert all(ax.get_legend() is None for ax in figure.axes[:3])
+    # One panel has its legend inside.
+    (alone,) = plots.watched({"run": log}, names=names[:1]).axes
+    assert legend(alone) == ["0", "2"]
 
 
 def test_edges_of_several_runs_have_the_name_and_colour_of_their_run():

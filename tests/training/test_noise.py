@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 from training.examples import assert_same_bits, network, samples, state
 
 from ritz._core.training_config import NoiseName, TrainingConfig
@@ -14,6 +15,7 @@ from ritz.curvature._noise_kinds import NOISE_KINDS
 from ritz.models import GhostBatchNorm1d
 from ritz.optim import CovarianceNoise, NoisySGD
 from ritz.training import CurvatureMonitor, fit
+from ritz.training._step import check_ghosts
 
 OPTIONS = {"num_epochs": 4, "batch_size": 24, "optimizer_settings": {"lr": 0.2}, "noise_batch": 4}
 
@@ -140,6 +142,27 @@ def test_ghost_batches_replace_batch_norm_and_change_training():
     assert not torch.equal(model[0].weight, plain[0].weight)
 
 
+def test_some_batches_may_be_smaller_than_a_ghost_batch():
+    # The last batch of an epoch, and the first batches of a schedule.
+    last = {"batch_size": 20, "ghost_batch": 20}
+    first = {"batch_schedule": "0:12,1:24", "ghost_batch": 16}
+    for options in (last, first):
+        assert trained(norm=True, noise_batch=None, **options)[1].status.ok
+    batches = [tuple(t[i : i + 24] for t in samples(48)) for i in (0, 24)]
+    for data in (batches, DataLoader(TensorDataset(*samples(48)), batch_size=24)):
+        fit(network(norm=True), data, ghost_batch=24, num_epochs=1)
+        with pytest.raises(ValueError, match="got 25 and batches of at most 24 samples"):
+            fit(network(norm=True), data, ghost_batch=25, num_epochs=1)
+
+
+def test_ghost_batches_divide_the_rows_of_each_process(monkeypatch):
+    monkeypatch.setattr("ritz.training._step.world_size", lambda: 4)
+    # Processes have 17 or 18 rows of 70.
+    check_ghosts(TrainingConfig(ghost_batch=18), 70)
+    with pytest.raises(ValueError, match=r"got 19 and .* 18 samples per process \(70 in 4 proc"):
+        check_ghosts(TrainingConfig(ghost_batch=19), 70)
+
+
 def test_a_batch_schedule_sets_the_number_of_steps():
     _, result = trained(noise_batch=None, batch_schedule="0:12,1:24,3:48")
     assert result.num_steps == 4 + 2 + 2 + 1
@@ -180,7 +203,15 @@ def test_the_monitor_logs_norms_of_fisher_matrices():
         ({"noise_batch": None, "batch_schedule": "0:24,1:0"}, "batch_schedule"),
         ({"noise_batch": None, "batch_schedule": "0:24", "average_from": 2}, "with average_from"),
         ({"noise": "diagonal", "loss_fn": lambda f, y: cross_entropy(f, y) ** 2},
-         "must be the mean of the losses"),
+         "must be the mean of the losses.*: use a loss without them"),
+        ({"noise": "diagonal", "loss_fn": None}, r"^noise='diagonal' needs outputs .* pass loss_"),
+        ({"noise_batch": None, "norm": True, "ghost_batch": 25},
+         r"ghost_batch must be at most the batch size, got 25 and batches of at most 24 sampl"),
+        # All 48 samples are in one batch.
+        ({"noise_batch": None, "norm": True, "ghost_batch": 64, "batch_size": 128},
+         "got 64 and batches of at most 48 samples"),
+        ({"noise_batch": None, "norm": True, "ghost_batch": 32, "batch_schedule": "0:12,1:24"},
+         "got 32 and batches of at most 24 samples"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named_in_one_line(options, error):
@@ -193,7 +224,7 @@ def test_a_loader_has_no_batch_schedule_and_its_noise_a_default():
     batches = [tuple(t[i : i + 24] for t in samples(48)) for i in (0, 24)]
     with pytest.raises(ValueError, match="batch_schedule needs tensors"):
         fit(network(), batches, batch_schedule="0:24", num_epochs=1)
-    with pytest.raises(ValueError, match=r"small must be less than .* 128 and 24"):
+    with pytest.raises(ValueError, match=r"noise_batch must be less than .* 128 and 24"):
         fit(network(), batches, noise="full", num_epochs=1)
 
 
@@ -208,7 +239,7 @@ def test_a_model_whose_sample_gradients_are_unknown_is_pointed_to_another_kind()
             return self.out(self.layer(self.layer(x).tanh()))
 
     torch.manual_seed(0)
-    with pytest.raises(ValueError, match="use kind='full'"):
+    with pytest.raises(ValueError, match=r"^noise='diagonal' needs .*: use noise='full', which d"):
         fit(Twice(), samples(48), noise="diagonal", **OPTIONS)
     assert fit(Twice(), samples(48), noise="full", **OPTIONS).status.ok
 

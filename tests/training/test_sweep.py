@@ -14,9 +14,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.examples import network, samples
 
 import ritz
-from ritz.training import CurvatureMonitor, SweepResult, TrainingConfig, fit, read_log, sweep
+from ritz.training import (
+    CurvatureMonitor,
+    SweepResult,
+    TrainingConfig,
+    fit,
+    preset_config,
+    read_log,
+    sweep,
+)
 from ritz.training._jobs import TUNING, _Memory, run_tasks
-from ritz.training._sweep import _best, check_grid, check_seeds
+from ritz.training._sweep import _best
+from ritz.training._sweep_plan import check_grid, check_seeds
 
 DATA = samples(40), samples(24, seed=1)
 OPTIONS = {"num_epochs": 2, "batch_size": 10}
@@ -192,9 +201,19 @@ def test_the_metric_is_the_first_that_all_runs_have():
     assert chosen.best["lr"] == GRID["lr"][int(chosen.metrics["train_loss"].argmin())]
 
 
-def test_an_unknown_metric_is_refused_after_one_run(tmp_path):
+@pytest.mark.parametrize("metric", ["accuracy", "validation_loss", "damping"])
+def test_an_unknown_metric_is_refused_before_the_first_run(metric, tmp_path):
     with pytest.raises(ValueError, match="metric must be one of learning_rate, train_loss"):
-        sweep(drawn, DATA, GRID, folder=tmp_path, metric="accuracy", **OPTIONS)
+        sweep(forbidden, DATA, GRID, folder=tmp_path / "sweep", metric=metric, **OPTIONS)
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_numbers_of_monitors_are_metrics_that_the_first_run_shows(tmp_path):
+    watched = {"monitors": [CurvatureMonitor(DATA[0], quantities=["weight_norms"])]} | OPTIONS
+
+    assert sweep(drawn, DATA, GRID, seeds=1, metric="weight_norm", **watched).best["lr"] == 0.02
+    with pytest.raises(ValueError, match=r"metric must be one of .*weight_norm"):
+        sweep(drawn, DATA, GRID, folder=tmp_path, metric="lambda_max", **watched)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -250,6 +269,25 @@ def test_names_of_the_command_line_and_of_the_library_are_one():
         ({"optimizer.momentun": [0.9]}, "optimizer sgd has no setting 'momentun'; it has lr"),
         ({"optimizer": ["sgd", "adam"], "optimizer.momentum": [0.9]}, "adam has no setting"),
         ({"average_from": [3]}, "average_from must be between 1 and 2, got 3"),
+        ({"lr": [0.1, "abc"]}, "grid lr=abc: lr must be a number, got str"),
+        (
+            {"lr": [0.1], "optimizer.momentum": [0, "x"]},
+            "grid optimizer.momentum=x: momentum of optimizer sgd must be a number, got 'x'",
+        ),
+        ({"optimizer.nesterov": ["x"]}, "nesterov of optimizer sgd must be True or False, got 'x'"),
+        ({"lr": [0.1], "damping": ["constant", "ratio"]}, "grid damping=ratio: damping rule 'ra"),
+        (
+            {"lr": [0.1], "damping": ["ratio"], "optimizer": ["damped_adamw", "sgd"]},
+            "grid damping=ratio: damping rule 'ratio' needs an optimiser with a damping delta",
+        ),
+        ({"final": ["last", "average"]}, "grid final=average: final='average' needs an average"),
+        ({"lookahead_until": [2]}, "grid lookahead_until=2: lookahead_until must agree with the"),
+        ({"curvature_batch_size": [8]}, "curvature_batch_size must be given with an optimiser"),
+        ({"noise": ["diagonal"], "noise_batch": [4, 10]}, "noise_batch=10: noise_batch must be le"),
+        ({"batch-size": [8, 0]}, "grid batch-size=0: batch_size must be at least 1, got 0"),
+        ({"preset": ["sgd/none"]}, "no preset is named 'sgd/none'"),
+        ({"patience": [None, 2]}, "grid patience=2: patience needs validation data, got none"),
+        ({"data.rows": [3]}, "data of sweep() are the same for all runs"),
     ],
 )  # fmt: skip
 def test_a_bad_grid_is_refused_before_the_first_run(grid, line, tmp_path):
@@ -257,6 +295,54 @@ def test_a_bad_grid_is_refused_before_the_first_run(grid, line, tmp_path):
         sweep(forbidden, DATA, grid, folder=tmp_path / "sweep", **OPTIONS)
     assert line in str(caught.value)
     assert not (tmp_path / "sweep").exists()
+
+
+def test_wrong_options_of_all_runs_are_not_blamed_on_the_grid():
+    with pytest.raises(ValueError, match=r"^damping rule 'ratio' needs an optimiser"):
+        sweep(forbidden, DATA, GRID, damping="ratio", **OPTIONS)
+
+
+def test_a_wrong_keyword_of_the_model_is_refused_before_the_first_run(tmp_path):
+    with pytest.raises(TypeError, match=r"grid model.width=wide: "):
+        sweep(drawn, DATA, {"lr": [0.1], "model.width": [4, "wide"]}, folder=tmp_path, **OPTIONS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_published_settings_are_compared_as_their_runs_would_be():
+    names = ["adamw/vgg16/cifar10", "sgd/vgg16/cifar100"]
+    chosen = {"num_epochs": 1, "batch_size": 10}
+
+    found = sweep(drawn, DATA, {"preset": names}, seeds=1, **chosen)
+
+    for place, name in enumerate(names):
+        torch.manual_seed(0)
+        alone = fit(drawn(), DATA, preset_config(name, **chosen))
+        assert float(found.metrics["train_loss"][place, 0]) == alone.metrics["train_loss"]
+    with pytest.raises(ValueError, match="brings its optimiser: leave out optimizer"):
+        sweep(forbidden, DATA, {"preset": names, "optimizer": ["sgd"]}, **chosen)
+    with pytest.raises(ValueError, match="config must be None with preset in the grid"):
+        sweep(forbidden, DATA, {"preset": names}, config=TrainingConfig())
+
+
+def test_the_expected_time_does_not_count_runs_that_were_done_before(tmp_path):
+    sweep(drawn, DATA, {"lr": [0.2, 1.0]}, seeds=1, folder=tmp_path, **OPTIONS)
+    shown = []
+
+    class Shown:
+        def start(self, label, total):
+            shown.append(total)
+
+        def update(self, done, note=""):
+            shown.append((done, note.partition(":")[0]))
+
+        def finish(self): ...
+
+    sweep(drawn, DATA, GRID, seeds=1, folder=tmp_path, progress=Shown(), **OPTIONS)
+
+    # Runs that were done come first, and the bar begins after the last of them.
+    ended = [(0, "lr=0.2,seed=0"), (2, "lr=1,seed=0"), (3, "lr=0.02,seed=0")]
+    assert shown[0] == 3
+    assert list(dict.fromkeys(shown[1:])) == [*ended[:2], (2, ended[2][1]), ended[2]]
 
 
 def forbidden():

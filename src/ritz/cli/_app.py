@@ -123,7 +123,8 @@ def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
     # A list of known names is left as it is: names of settings are no options.
     text, *names = re.split(r"(?=; (?:known:|it has) )", text, maxsplit=1)
     # A setting such as max_steps of --set max_steps=0 may have the name of another option.
-    settings = {word.partition("=")[0] for word in arguments if not word.startswith("--")}
+    words = [word.partition("=")[2] if word.startswith("--") else word for word in arguments]
+    settings = {word.partition("=")[0] for word in words}
     for parameter in command.params:
         if parameter.name in settings:
             continue
@@ -132,6 +133,8 @@ def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
             # "weights=False (--no-weights)", "num_steps must be ...", "give seed=1", "average_from"
             text = re.sub(rf"\b{name}(=\S+)? \((?P<flag>--[^)]+)\)", r"\g<flag>", text)
             text = re.sub(rf"^{name}(?= )|\b{name}=True\b", flag, text)
+            # noise='full' is --noise full
+            text = re.sub(rf"(?<![/,])\b{name}='(?P<word>[\w.-]+)'", rf"{flag} \g<word>", text)
             # After a slash or a comma it is part of the folder of a run: sweep/lr=0.1,seed=0.
             text = re.sub(rf"(?<![/,])\b{name}=(?=\S)", f"{flag} ", text)
             if "_" in parameter.name:  # others may be words of the sentence

@@ -114,7 +114,8 @@ def examples(*lines: str, file: str = "") -> str:
 def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command whose dataclass parameters are replaced by one option per field.
 
-    Typer reads options from a signature, so this function writes the signature that Typer needs.
+    Typer reads options from a signature, so this function writes the signature that Typer needs. A
+    command with a parameter ``given`` gets the names of the options of training that were given.
     """
     # Annotations may be text, which only this resolves.
     hints = get_type_hints(command)
@@ -127,7 +128,7 @@ def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        made = {}
+        made: dict[str, Any] = {}
         for name, group in groups.items():
             known = {entry.name: entry.metadata for entry in fields(group)}
             # None stands for the default of the field.
@@ -135,13 +136,14 @@ def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
             for key, value in chosen.items():
                 if "low" in known[key]:  # Typer has min=, but its message does not tell the value
                     check_range(key, value, low=known[key]["low"], high=known[key].get("high"))
-            preset = values.get("preset") if group is TrainingConfig else None
-            if preset is None:
+            if group is not TrainingConfig:
                 made[name] = group(**chosen)
-            else:
-                source = values["context"].get_parameter_source
-                words = [key for key in chosen if source(key).name == "COMMANDLINE"]
-                made[name] = _published(preset, {key: chosen[key] for key in words})
+                continue
+            source, preset = values["context"].get_parameter_source, values.get("preset")
+            given = {key: chosen[key] for key in chosen if source(key).name == "COMMANDLINE"}
+            made[name] = group(**chosen) if preset is None else _published(preset, given)
+            if "given" in hints:
+                made["given"] = frozenset(given)
         command(**made)
 
     # Typer reads kinds and defaults from the signature, and types from the annotations.

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import typer
 
+from ritz._core.checks import check_choice, check_count
 from ritz._core.training_config import TrainingConfig
 from ritz.cli import _options as shared
 from ritz.cli import train
@@ -17,6 +18,7 @@ from ritz.cli._output import print_result
 
 if TYPE_CHECKING:
     from ritz._core.progress import Progress
+    from ritz.training._shared import RunConfig
 
 EPILOG = shared.examples(
     "ritz sweep --model mlp --data digits --grid lr=0.03,0.1,0.3 --out sweeps/rates",
@@ -24,15 +26,22 @@ EPILOG = shared.examples(
     "--grid batch-size=32,128 --seeds 5 --jobs 2 --out sweeps/batches",
     "ritz sweep --model mlp --data digits --grid optimizer.momentum=0,0.9 "
     "--grid model.hidden=[[32],[64,32]] --seeds 0,7 --watch 5 --out sweeps/widths",
-    "The names of the grid are those of the options below, without the dashes. Other settings of "
+    "ritz sweep --model mlp --data digits --grid watch-samples=64,256 --watch 5 --out sweeps/watch",
+    "The names of the grid are those of the options below, without the dashes: all but --seed, "
+    "--data-dir and those of this command, of files and of printing. Other settings of "
     "the optimiser, the model and the data are optimizer.NAME, model.NAME and data.NAME. Values "
     "that contain commas are given as a list in JSON.",
     "Each run has a folder below --out, which the other commands take. If the command is "
     "interrupted, run it again: it resumes. With further values it trains what is missing.",
 )
 SWEEP = "Sweep"
+WATCHING = ("watch", *train.WATCHED)
 # Options of a run that are not options of training.
-NAMES = ("model", "data", "loss")
+NAMES = ("model", "data", "loss", "preset", *WATCHING)
+# Options that are the same in all runs, and how the grid varies what they set, if it does.
+FIXED = {"set": "optimizer.NAME", "set_model": "model.NAME", "set_data": "data.NAME",
+         "data_dir": "", "out": "", "json": "", "jobs": "", "seeds": "", "metric": "", "grid": "",
+         "resume": "", "restart": ""}  # fmt: skip
 RESULT, PICTURE = "sweep.safetensors", "sweep.png"
 
 
@@ -56,25 +65,40 @@ class Options(train.Options):
     # fmt: on
 
 
-def command(options: Options, training: TrainingConfig) -> None:
+def command(options: Options, training: TrainingConfig, given: frozenset[str]) -> None:
     """Train with all combinations of some options and seeds; write a table and a picture."""
     from ritz.cli._factories import default_device
     from ritz.cli._output import writing
-    from ritz.training._shared import WEIGHTS, available_cores, plan_sweep, run_plan
+    from ritz.training._shared import (
+        SweepOptions,
+        available_cores,
+        check_metric,
+        plan_sweep,
+        run_plan,
+    )
 
     config = train.run_config(options, training)
     grid = parse_grid(options.grid or ())
     seeds = parse_seeds(options.seeds)
-    plan = plan_sweep(config.training, grid, seeds=seeds, folder=options.out, names=NAMES)
+    if "preset" in grid and options.preset is not None:
+        raise ValueError(f"grid must not have preset with --preset, got --preset {options.preset}")
+    if "watch" not in grid:
+        train.watching(options)
+    check = _Check(config, options)
+    made = SweepOptions(base=config.training, given=given, preset=options.preset, names=NAMES,
+                           check=check, cuts=check.cuts(grid))  # fmt: skip
+    plan = plan_sweep(made, grid, seeds=seeds, folder=options.out)
+    watched = options.watch is not None or "watch" in plan.grid
+    check_metric(options.metric, plan.points, watched=watched)
     device = default_device(training.device)
     # Several runs on one GPU would share its memory.
     jobs = options.jobs or (1 if device.type == "cuda" else available_cores())
     # Processes receive a function that can be pickled.
-    run = partial(_train, config, train.watching(options))
+    run = partial(_train, config, options)
     with writing(options.out) as folder:
         if not options.json:
-            # A run that has ended has weights, and is not trained again.
-            done = sum((folder / point.name / WEIGHTS).is_file() for point in plan.points)
+            # A run that has ended is not trained again.
+            done = len(plan.done)
             typer.echo(f"{plan}; {done} done before; up to {jobs} at once", err=True)
         result = run_plan(
             plan, run, max_jobs=jobs, metric=options.metric, progress=not options.json
@@ -101,6 +125,10 @@ def parse_grid(entries: Sequence[str]) -> dict[str, list[Any]]:
             raise ValueError(f"--grid {name} must have at least one value, got none")
         if name in grid:
             raise ValueError(f"--grid {name} must be given once, got it twice")
+        word = name.lstrip("-").replace("-", "_")
+        if word in FIXED:
+            instead = f": use {FIXED[word]}" if FIXED[word] else ", which is one for all runs"
+            raise ValueError(f"--grid must not have {name}{instead}")
         if text[0] == "[":
             try:
                 grid[name] = json.loads(text)
@@ -124,21 +152,88 @@ def parse_seeds(text: str) -> int | list[int]:
 
 
 def _train(
-    config: Any, watch: dict[str, Any], task: Any, *, progress: "bool | Progress"
+    config: "RunConfig", options: Options, task: Any, *, progress: "bool | Progress"
 ) -> tuple[dict[str, float], Any]:
     from ritz.training._shared import outcome
 
-    # Values of the grid that are not options of training.
-    others = task.others
+    config, options = _at(config, options, task.training, task.others)
+    watch = train.watching(options)
+    return outcome(train.train_one(config, task.folder, progress=progress, **watch))
+
+
+def _at(
+    config: "RunConfig", options: Options, training: TrainingConfig, others: dict[str, Any]
+) -> "tuple[RunConfig, Options]":
+    """Return the configuration of a point of the grid, and the options of its monitor."""
+    named = dict(others["names"])
+    watch = {name: named.pop(name) for name in WATCHING if name in named}
+    if isinstance(watch.get("quantity"), str):
+        watch["quantity"] = [watch["quantity"]]
     # Options of a point come after those of the command, and replace them.
-    config = replace(
+    return replace(
         config,
-        training=task.training,
+        training=training,
         model_options={**config.model_options, **others["model"]},
         data_options={**config.data_options, **others["data"]},
-        **others["names"],
-    )
-    return outcome(train.train_one(config, task.folder, progress=progress, **watch))
+        **named,
+    ), replace(options, **watch)
+
+
+class _Check:
+    """Raises for a point of the grid whose model, data, loss or monitor cannot be made."""
+
+    def __init__(self, config: "RunConfig", options: Options) -> None:
+        self._config, self._options = config, options
+        self._data: dict[str, Any] = {}
+        self._models: set[str] = set()
+
+    def cuts(self, grid: dict[str, list[Any]]) -> bool | None:
+        """Return whether the batch size is an option of training, or ``None`` if not known."""
+        # Data sets by name are never read by a loader of the user.
+        return True if "data" not in grid and ":" not in self._config.data else None
+
+    def __call__(self, training: TrainingConfig, others: dict[str, Any]) -> None:
+        from ritz.cli._factories import loss_function, make_data, make_model
+        from ritz.training._shared import PARTS, check_patience
+
+        config, options = _at(self._config, self._options, training, others)
+        _check_watch(options, others["names"])
+        if options.watch is not None:
+            check_count("watch", options.watch, high=training.num_epochs)
+        if "loss" in others["names"]:
+            loss_function(config.loss)
+        patient = training.patience is not None
+        made = others["model"] or others["data"] or {"model", "data"} & others["names"].keys()
+        if not (made or patient):
+            return
+        # Each model and data set of the grid is made once.
+        place = f"{config.data} {config.data_options}"
+        if place not in self._data:
+            folder = Path(config.data_dir) if config.data_dir else None
+            self._data[place] = make_data(config.data, data_dir=folder, options=config.data_options)
+        if patient:
+            parts = self._data[place]
+            check_patience([part for part in PARTS if getattr(parts, part) is not None])
+        name = f"{config.model} {config.model_options} {place}"
+        if name not in self._models:
+            make_model(config.model, self._data[place], config.model_options)
+            self._models.add(name)
+
+
+def _check_watch(options: Options, named: dict[str, Any]) -> None:
+    """Raise for values of the grid that Typer would refuse as options of the monitor."""
+    for entry in fields(train.Options):
+        value = getattr(options, entry.name)
+        if entry.name not in WATCHING or entry.name not in named:
+            continue
+        if get_origin(entry.type) is Literal:
+            check_choice(entry.name, value, get_args(entry.type))
+        elif entry.name == "quantity":
+            if value is not None and not (value and isinstance(value, list)):
+                raise TypeError(f"quantity must be a name or a list of names, got {value!r}")
+        elif value is not None or entry.default is not None:
+            check_count(entry.name, value, low=entry.metadata["low"])
+    train.watching(options)
 
 
 def _write(result: Any, folder: Path) -> list[Path]:

@@ -34,7 +34,7 @@ from ritz.curvature._noise_kinds import (
     sign_columns,
 )
 from ritz.curvature._replaced_functions import constant_statistics
-from ritz.curvature._risk import Risk, require_outputs
+from ritz.curvature._risk import Risk
 from ritz.curvature._sample_gradients import TUNING, structure_plan
 
 Noise = dict[str, Tensor]  # by parameter
@@ -206,10 +206,14 @@ class StepNoise:
         adapter, size = self.adapter, num_rows(batch)
         few = take_rows(batch, slice(0, min(size, TUNING.checked_samples)), size)
         loss_fn: Any = adapter.loss_fn.call
+        if loss_fn is None:
+            raise ValueError(
+                f"kind={self.kind!r} needs outputs that are separate from the loss, got "
+                "loss_fn=None: pass loss_fn, and forward if necessary"
+            )
         mode: Any = "train" if self._couples() else "eval"
         risk = Risk(adapter.model, loss_fn, [few], batch_norm=mode, forward=adapter.custom,
                     sharing="none")  # fmt: skip
-        require_outputs(risk, f"noise of kind {self.kind!r}")
         if self.kind == "true":
             self._known = as_likelihood(risk.loss_fn)
         else:

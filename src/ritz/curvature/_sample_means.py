@@ -22,7 +22,7 @@ from ritz.curvature import _losses as losses
 from ritz.curvature._parameters import Context
 
 NOT_A_MEAN = "the loss of a batch must be the mean of the losses of its samples, but it is not"
-CAUSES = "class weights, masks and ignored labels have this effect: pass a risk without them"
+CAUSES = "class weights, masks and ignored labels have this effect: use a loss without them"
 
 
 # ------------------------------------------------------------------------------------------

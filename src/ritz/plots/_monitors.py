@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -64,7 +64,8 @@ LABELS = {
     "step_rates": r"learning rate along $\varphi_i$",
     "step_flat_rate": "learning rate, other directions",
 }
-LEGEND = 8  # maximum number of lines that a legend names
+LEGEND = 8  # maximum number of lines that the legend of one panel names
+SHARED = 49  # the same for the legend of several panels: so many lines look different
 
 
 def watched(
@@ -73,7 +74,8 @@ def watched(
     """Draw what monitors logged over epochs or steps, a panel for each quantity.
 
     Numbers are lines with a band of two standard errors, or of the residual of an eigenvalue; the
-    threshold of stability is dashed. Numbers of layers share a panel with one line per layer.
+    threshold of stability is dashed. Numbers of layers share a panel with one line per layer, which
+    has the same colour in all panels.
     Spectra are dots, larger where the weight is larger. Of histograms of gradients and of densities
     the first and the last are drawn, and of histograms by weight the last, as a map. Lists are
     drawn of the first run only. Scales are logarithmic for positive values that span a decade.
@@ -95,8 +97,14 @@ def watched(
         raise ValueError("runs must have been watched, got none: train with ritz train --watch")
     columns = min(COLUMNS, len(chosen))
     figure, axes = style.panels(math.ceil(len(chosen) / columns), columns, width=3.6, height=2.7)
+    lines = {name: _lines_of(records, name) for name in chosen}
+    # A run, or a layer, has one colour in all panels: first the runs, then the layers.
+    every = [line for each in lines.values() for line in each]
+    ordered = dict.fromkeys(line.key for line in sorted(every, key=lambda line: bool(line.layer)))
+    looks = {key: index for index, key in enumerate(ordered)}
     for ax, name in zip(axes, chosen, strict=False):
-        _draw(ax, records, name)
+        _draw(ax, records, name, lines[name], looks)
+    _name_lines(figure, [ax for ax, name in zip(axes, chosen, strict=False) if lines[name]])
     for ax in axes[len(chosen) :]:
         ax.set_visible(False)
     return figure
@@ -116,34 +124,72 @@ def watched_names(records: Iterable[arrays.Record]) -> tuple[str, ...]:
     return tuple(logged)
 
 
-def _draw(ax: "Axes", runs: Mapping[str, Sequence[arrays.Record]], name: str) -> None:
-    first = next(iter(runs.values()))
-    values = [x[name] for x in first if x.get("kind") == "curvature" and x.get(name) is not None]
-    if values and isinstance(values[0], list):
-        _draw_list(ax, first, name)
-        return
-    measured = (x for x in first if x.get("kind") == "curvature")
-    layers = dict.fromkeys(key for x in measured for key in x if key.startswith(f"{name}."))
+class _Line(NamedTuple):
+    """A line of a panel: a number of a run, or of one of its layers, with its records."""
+
+    run: str
+    layer: str
+    records: Sequence[arrays.Record]
+    name: str
+    label: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What has the same colour in all panels."""
+        return self.run, self.layer
+
+
+def _lines_of(runs: Mapping[str, Sequence[arrays.Record]], name: str) -> list[_Line]:
+    """Return the lines of a quantity; none if it is a list."""
+    first = [x for x in next(iter(runs.values())) if x.get("kind") == "curvature"]
+    if any(isinstance(x.get(name), list) for x in first):
+        return []
+    layers = dict.fromkeys(key for x in first for key in x if key.startswith(f"{name}."))
     whole = {run: each for run, each in runs.items() if _has(each, name)}
-    lines = [(run if len(runs) > 1 else "", each, name) for run, each in whole.items()]
+    alone = "all layers" if layers else ""
+    lines = [
+        _Line(run, "", each, name, run if len(runs) > 1 else alone) for run, each in whole.items()
+    ]
     # The layers of several runs only if there is no number of the whole that compares them.
     if len(runs) == 1 or not whole:
-        lines += [
-            (", ".join([run] * (len(runs) > 1) + [key.partition(".")[2]]), each, key)
-            for run, each in runs.items()
-            for key in layers
-            if _has(each, key)
-        ]
-    drawn = [_line(ax, index, *line) for index, line in enumerate(lines)]
-    if len(lines) > LEGEND:
-        style.finish(ax, "", "")
-        for line in ax.get_lines():
-            line.set_label(f"_{line.get_label()}")
+        for run, each in runs.items():
+            for key in (key for key in layers if _has(each, key)):
+                layer = key.partition(".")[2]
+                label = ", ".join([run] * (len(runs) > 1) + [layer])
+                lines.append(_Line(run, layer, each, key, label))
+    return lines
+
+
+def _draw(
+    ax: "Axes",
+    runs: Mapping[str, Sequence[arrays.Record]],
+    name: str,
+    lines: Sequence[_Line],
+    looks: Mapping[tuple[str, str], int],
+) -> None:
+    if not lines:
+        _draw_list(ax, next(iter(runs.values())), name)
+        return
+    drawn = [_line(ax, looks[line.key], line.label, line.records, line.name, len(runs) > 1)
+             for line in lines]  # fmt: skip
     style.log_scale(ax, *drawn)
-    points = arrays.curvature_points(lines[0][1], lines[0][2])
+    points = arrays.curvature_points(lines[0].records, lines[0].name)
     style.whole_x(ax, points.x)
-    style.finish(ax, points.unit, _label(name))
-    _shade_legend(ax)
+    ax.set(xlabel=points.unit, ylabel=_label(name))
+
+
+def _name_lines(figure: "Figure", axes: Sequence["Axes"]) -> None:
+    """Draw one legend above several panels whose lines have names, or a legend in a single one."""
+    named = [ax for ax in axes if ax.get_legend_handles_labels()[1]]
+    labels = {label for ax in named for label in ax.get_legend_handles_labels()[1]}
+    # More lines than this cannot be told apart, so they are drawn without names.
+    if len(labels) > (LEGEND if len(named) == 1 else SHARED):
+        return
+    if len(named) > 1:
+        style.share_legend(figure, named)
+    for ax in named if len(named) == 1 else ():
+        style.legend(ax)
+        _shade_legend(ax)
 
 
 def _label(name: str) -> str:
@@ -162,7 +208,7 @@ def _has(records: Sequence[arrays.Record], name: str) -> bool:
 
 
 def _line(
-    ax: "Axes", index: int, label: str, records: Sequence[arrays.Record], name: str
+    ax: "Axes", index: int, label: str, records: Sequence[arrays.Record], name: str, several: bool
 ) -> arrays.Array:
     points = arrays.curvature_points(records, name)
     colour, marker = style.series_look(index)
@@ -176,8 +222,8 @@ def _line(
     if (bound := beside.get(name)) and _has(records, bound):
         edge = arrays.curvature_points(records, bound)
         # With several runs, each edge has the colour and the name of its run.
-        tint = colour if label else STYLE.vermilion
-        text = f"{label}, edge of stability" if label else "edge of stability"
+        tint = colour if several else STYLE.vermilion
+        text = f"{label}, edge of stability" if several else "edge of stability"
         style.line(ax, edge.x, edge.y, tint, text, linestyle="--")
         return np.concatenate([y, style.drawable(edge.y)])
     return y

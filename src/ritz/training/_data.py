@@ -217,6 +217,16 @@ class Feed:
         """The smallest batch size of the run, or ``None`` if the data come in batches."""
         return min(self._all_sizes()) if self.cuts else None
 
+    @property
+    def largest_batch(self) -> int | None:
+        """The largest batch size of the run, or ``None`` if it is not known."""
+        if self.cuts:
+            size, count = max(self._all_sizes()), known_length(self.source)
+            return min(size, count) if count else size
+        if isinstance(self.source, list):
+            return max(map(num_rows, self.source), default=None)
+        return size_of_batches(self.source)
+
     def epoch(
         self,
         number: int,

@@ -1,6 +1,5 @@
 """``fit``: train a model, with a checkpoint from which a run resumes bit for bit."""
 
-import math
 import os
 import time
 import warnings
@@ -26,7 +25,7 @@ from ritz.training._checkpoint import FilePath, locked_folder
 from ritz.training._data import DataParts, Feed, as_part, as_parts, with_own_batch_size
 from ritz.training._evaluate import device_of
 from ritz.training._loop import Monitor, Run
-from ritz.training._optimizers import OptimizerChoice, optimizer_names
+from ritz.training._optimizers import OptimizerChoice, with_preset
 from ritz.training._result import TrainingResult, TrainingStatus, history_of
 from ritz.training._writers import Writer, check_writer
 
@@ -137,7 +136,7 @@ def fit(
     check_writer(writer)
     named = {"optimizer": optimizer, "schedule": schedule}
     texts = {name: choice for name, choice in named.items() if isinstance(choice, str)}
-    config = _with_preset(combine(config, options | texts))
+    config = with_preset(combine(config, options | texts))
     classes = _classes(optimizer, schedule)
     # The order matters. Processes join before the folder is locked, because they must agree whether
     # the first one could lock it. Signals are noted until the lock has been released.
@@ -235,20 +234,6 @@ def _result(
         settings=config.to_plain() | run.classes,
         status=status,
     )
-
-
-def _with_preset(config: TrainingConfig) -> TrainingConfig:
-    """Return the configuration with the start of the average that a published setting has."""
-    if config.optimizer == "swa" and config.average_from is None and config.patience is None:
-        # Izmailov et al. (2018): the last quarter of the run.
-        return replace(config, average_from=math.ceil(0.75 * config.num_epochs))
-    known = config.optimizer in optimizer_names() or config.optimizer not in optim.preset_names()
-    if known or config.average_from is not None or config.patience is not None:
-        return config
-    # A run that is shorter than the published one may end before its average would start.
-    start = optim.preset(config.optimizer).average_from
-    fits = start is not None and start <= config.num_epochs
-    return replace(config, average_from=start) if fits else config
 
 
 def _feeds(

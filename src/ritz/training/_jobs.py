@@ -6,7 +6,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +53,7 @@ def run_tasks(
     *,
     max_jobs: int = 1,
     is_over: Callable[[R], bool] = lambda result: False,
+    done: Collection[str] = (),
     progress: bool | Progress = False,
 ) -> dict[str, R]:
     """Return the results of tasks by name, in the order of ``tasks``.
@@ -71,17 +72,37 @@ def run_tasks(
         tasks: Arguments of ``compute``.
         max_jobs: Largest number of tasks at once.
         is_over: Takes a result. If it returns true, no further task starts.
+        done: Names of tasks whose result was saved before. They come first, and the progress is
+            shown from the end of them on, so that they do not count in the expected time.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     several = max_jobs > 1 and len(tasks) > 1
     results: dict[str, R] = {}
-    with tracking(progress, "runs", len(tasks)) as bar:
+    ordered = dict(sorted(tasks.items(), key=lambda item: item[0] not in done))
+    with tracking(progress, "runs", len(tasks)) as whole:
+        bar = _AfterSaved(whole, len(tasks.keys() & set(done)))
         pool = _Pool(compute, min(max_jobs, len(tasks)), bar)
-        pairs = pool.run(tasks, is_over) if several else _one_by_one(compute, tasks, is_over, bar)
+        pairs = (pool.run(ordered, is_over) if several else
+                 _one_by_one(compute, ordered, is_over, bar))  # fmt: skip
         for name, result in pairs:
             results[name] = result
             bar.update(len(results), name)
     return {name: results[name] for name in tasks if name in results}
+
+
+@final
+class _AfterSaved:
+    """Passes progress on, but stays at zero while saved results are read."""
+
+    def __init__(self, bar: Progress, first: int) -> None:
+        self._bar, self._first = bar, first
+
+    def start(self, label: str, total: int | None) -> None: ...
+
+    def update(self, done: int, note: str = "") -> None:
+        self._bar.update(done if done >= self._first else 0, note)
+
+    def finish(self) -> None: ...
 
 
 @final

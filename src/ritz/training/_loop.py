@@ -41,6 +41,8 @@ from ritz.training._evaluate import evaluate
 from ritz.training._log import Log, Record, times_path
 from ritz.training._optimizers import (
     average_plan,
+    check_final,
+    check_patience,
     make_average,
     make_noise,
     make_optimizer,
@@ -53,7 +55,7 @@ from ritz.training._step import (
     Piece,
     Step,
     batch_mass,
-    explain_one_row,
+    explain_step,
     scaled_learning_rates,
     use_ghosts,
 )
@@ -136,7 +138,7 @@ class Run:
         """Create optimiser, average, schedule and step from the options, and check them."""
         config, model, device = self.config, self.model.to(self.device), self.device
         check_reduction(self.loss_fn)
-        use_ghosts(model, config)
+        use_ghosts(model, config, self.feed.largest_batch)
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
             # Rounded up: the last step of an epoch may accumulate fewer batches.
@@ -144,15 +146,9 @@ class Run:
         plan = average_plan(config, self.steps_per_epoch, self._steps_before)
         optimizer = make_optimizer(self.optimizer, model, config, plan, device)
         self.average, self._auto = make_average(self.average, optimizer, config, plan)
-        if config.final == "average" and self.average is None:
-            raise ValueError("final='average' needs an average: pass average_from or patience")
-        if self._auto is not None and "validation" not in self.evaluation:
-            # The test data must not decide when the run ends.
-            raise ValueError(
-                "patience needs validation data, got none: pass validation=, hold out images of a "
-                "data set (--set-data validation=500), or let your data function return "
-                "(train, validation, test)"
-            )
+        check_final(config, self.average)
+        if self._auto is not None:
+            check_patience(self.evaluation)
         self.schedule = make_schedule(self.schedule, optimizer, config, self.steps_per_epoch)
         noise = make_noise(
             optimizer, Adapter(model, self.loss_fn, self.forward), config, self._num_steps(),
@@ -298,7 +294,7 @@ class Run:
                 return diverged(state.epoch + 1)
             except ValueError as error:
                 rows = min(num_rows(batch) for batch in group)
-                raise explain_one_row(error, rows, self.config) from error
+                raise explain_step(error, rows, self.config) from error
             self._check_evaluation_labels()
             state.step += 1
             state.batch += len(group)

@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, get_args
 
@@ -22,6 +23,9 @@ T = TypeVar("T")
 OptimizerFactory = Callable[..., Optimizer]
 OptimizerChoice = str | Optimizer | Callable[[Any], Optimizer]
 _OPTIMIZERS: Registry[OptimizerFactory] = Registry("optimiser", listing="ritz list optimizers")
+
+# What a setting must be, by the class of its default value.
+KINDS = {bool: "True or False", int: "a number", float: "a number", tuple: "numbers"}
 
 
 def register_optimizer(name: str) -> Callable[[OptimizerFactory], OptimizerFactory]:
@@ -67,6 +71,20 @@ def preset_config(name: str, **changes: Any) -> TrainingConfig:
         for key in ("milestones", "final_ratio"):
             options.pop(key, None)
     return TrainingConfig(**(options | changes))
+
+
+def with_preset(config: TrainingConfig) -> TrainingConfig:
+    """Return the configuration with the start of the average that a published setting has."""
+    if config.optimizer == "swa" and config.average_from is None and config.patience is None:
+        # Izmailov et al. (2018): the last quarter of the run.
+        return replace(config, average_from=math.ceil(0.75 * config.num_epochs))
+    known = config.optimizer in optimizer_names() or config.optimizer not in optim.preset_names()
+    if known or config.average_from is not None or config.patience is not None:
+        return config
+    # A run that is shorter than the published one may end before its average would start.
+    start = optim.preset(config.optimizer).average_from
+    fits = start is not None and start <= config.num_epochs
+    return replace(config, average_from=start) if fits else config
 
 
 def create_optimizer(
@@ -137,6 +155,12 @@ def _takes_model(make: Callable[..., Any]) -> bool:
 def _construct(
     name: str, make: OptimizerFactory, subject: Any, settings: dict[str, Any]
 ) -> Optimizer:
+    defaults = {key: each.default for key, each in inspect.signature(make).parameters.items()}
+    for key, value in settings.items():
+        # torch would compare text with a number, or take it for True.
+        kind = KINDS.get(type(defaults.get(key)))
+        if kind is not None and isinstance(value, str | Mapping):
+            raise TypeError(f"{key} of optimizer {name} must be {kind}, got {value!r}")
     try:
         return make(subject, **settings)
     except TypeError as error:
@@ -404,6 +428,23 @@ def make_average(
         return average, None
     auto = optim.AutoAverage(average, patience=config.patience, rule=config.patience_rule)
     return average, auto
+
+
+def check_patience(parts: Container[str]) -> None:
+    """Raise if the data have no validation part, on which patience depends."""
+    # The test data must not decide when the run ends.
+    if "validation" not in parts:
+        raise ValueError(
+            "patience needs validation data, got none: pass validation=, hold out images of a "
+            "data set (--set-data validation=500), or let your data function return "
+            "(train, validation, test)"
+        )
+
+
+def check_final(config: TrainingConfig, average: optim.IterateAverage | None) -> None:
+    """Raise if a run shall end with the weights of an average that it does not have."""
+    if config.final == "average" and average is None:
+        raise ValueError("final='average' needs an average: pass average_from or patience")
 
 
 # ------------------------------------------------------------------------------------------

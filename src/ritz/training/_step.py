@@ -1,6 +1,7 @@
 """One training step: forward pass, backward pass, update, and sums of losses and accuracies."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -237,18 +238,49 @@ def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
 # Batch norm in a step: ghost batches, and batches of one row.
 
 
-def use_ghosts(model: nn.Module, config: TrainingConfig) -> None:
-    """Let batch norms use the statistics of ghost batches, if the options have any."""
+def use_ghosts(model: nn.Module, config: TrainingConfig, largest: int | None) -> None:
+    """Let batch norms use the statistics of ghost batches, if the options have any.
+
+    Args:
+        model: The model.
+        config: The options.
+        largest: The largest batch size of the run, if it is known.
+    """
     if config.ghost_batch is None:
         return
+    check_ghosts(config, largest)
     if not batch_norms(model):
         kind = type(model).__name__
         raise ValueError(f"ghost_batch needs a model with batch norm, got {kind} without it")
     with_ghost_batch_norm(model, config.ghost_batch)
 
 
-def explain_one_row(error: ValueError, rows: int, config: TrainingConfig) -> ValueError:
-    """Return advice on a batch of one row as an error; other errors are returned unchanged."""
+def check_ghosts(config: TrainingConfig, largest: int | None) -> None:
+    """Raise if no batch has as many samples as a ghost batch, which then would have no effect.
+
+    Args:
+        config: The options.
+        largest: The largest batch size of the run, if it is known.
+    """
+    if config.ghost_batch is None or largest is None:
+        return
+    # Each process divides its own rows. Smaller batches, such as the last one of an epoch or the
+    # first ones of a batch schedule, are ghost batches as a whole.
+    rows, count = math.ceil(largest / world_size()), world_size()
+    if config.ghost_batch > rows:
+        shared = f" per process ({largest} in {count} processes)" if count > 1 else ""
+        raise ValueError(
+            f"ghost_batch must be at most the batch size, got {config.ghost_batch} and batches of "
+            f"at most {rows} samples{shared}"
+        )
+
+
+def explain_step(error: ValueError, rows: int, config: TrainingConfig) -> ValueError:
+    """Return an error of a step in terms of the options of training, with advice on one row."""
+    if config.has_noise:
+        # The noise names its own arguments, which the options call otherwise.
+        text = re.sub(r"\bkind=(?=')", "noise=", re.sub(r"^small\b", "noise_batch", str(error)))
+        error = error if text == str(error) else ValueError(text)
     if "Expected more than 1 value per channel" not in str(error):  # torch
         return error
     return ValueError(

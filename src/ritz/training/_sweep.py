@@ -1,11 +1,9 @@
 """``sweep``: train over a grid of options and seeds; a table of metrics with their spread."""
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from inspect import signature
 from itertools import product
 from pathlib import Path
@@ -15,17 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ritz._core.checks import (
-    MAX_SEED,
-    as_plain,
-    check_choice,
-    check_count,
-    check_positive,
-    is_below,
-)
-from ritz._core.distributed import world_size
+from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.progress import Progress
-from ritz._core.registry import suggest
 from ritz._core.results import Estimate, format_uncertain
 from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, combine
@@ -40,13 +29,20 @@ from ritz.training._data import (
 from ritz.training._fit import fit
 from ritz.training._jobs import Compute, run_tasks
 from ritz.training._log import LOG, read_log
-from ritz.training._optimizers import create_optimizer
+from ritz.training._optimizers import check_patience
 from ritz.training._result import TrainingResult, TrainingStatus
+from ritz.training._sweep_plan import (
+    Others,
+    Plan,
+    Point,
+    SweepOptions,
+    check_metric,
+    describe,
+    plan_sweep,
+    short_text,
+)
 from ritz.training._writers import scalars
 
-# Prefixes of settings that are not fields of TrainingConfig.
-GROUPS = ("optimizer", "model", "data")
-SHORT = ("lr", "weight_decay")  # settings of the optimiser that need no prefix
 # Points are compared by the first of these metrics that all runs have.
 METRICS = tuple(
     f"{average}{part}_{name}"
@@ -55,7 +51,6 @@ METRICS = tuple(
     for name in ("accuracy", "perplexity", "loss")
 )
 COLUMNS = 4  # of metrics in a table: more do not fit 80 characters beside two options
-LONGEST = 120  # characters of the name of a run, which is also that of its folder
 
 # ------------------------------------------------------------------------------------------
 # The result.
@@ -98,14 +93,6 @@ class SweepResult:
         return "\n".join([f"{describe(self.grid, self.seeds)}; {self.status}", "", *_table(self)])
 
 
-def describe(grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> str:
-    """Return the number of runs of a sweep, such as ``6 runs: 3 values of lr x 2 seeds``."""
-    parts = [f"{len(v)} value{'s' * (len(v) > 1)} of {name}" for name, v in grid.items()]
-    parts.append(f"{len(seeds)} seed{'s' * (len(seeds) > 1)}")
-    total = len(seeds) * math.prod(map(len, grid.values()))
-    return f"{total} run{'s' * (total > 1)}: {' x '.join(parts)}"
-
-
 def _table(result: SweepResult) -> list[str]:
     """Return a line for each point, and the legend."""
     columns = _columns(result)
@@ -115,7 +102,7 @@ def _table(result: SweepResult) -> list[str]:
     rows = [[*result.grid, *columns, ""]]
     n = len(result.seeds)
     for number, point in enumerate(points):
-        row = [_text(value) for value in point.values()]
+        row = [short_text(value) for value in point.values()]
         for name in columns:
             values = result.metrics[name].reshape(-1, n)[number]
             row.append(_spread(values[values.isfinite()]))
@@ -184,219 +171,6 @@ def _rises(metric: str) -> bool:
     return metric.endswith("accuracy")
 
 
-def _text(value: Any) -> str:
-    """Return a value as a short text: 0.1, sgd, 64x32."""
-    if isinstance(value, list | tuple):
-        return "x".join(map(_text, value))
-    whole = isinstance(value, float) and float(f"{value:g}") == value
-    return f"{value:g}" if whole else str(value)
-
-
-# ------------------------------------------------------------------------------------------
-# The grid: names and values of options, and the runs that they make.
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One run of a sweep.
-
-    Attributes:
-        name: Values of the grid and seed, also the name of its folder.
-        training: Options of training.
-        others: Keywords of ``model`` and ``data``, and other ``names``: the model, the data.
-        folder: Folder of the run, or ``None``.
-    """
-
-    name: str
-    training: TrainingConfig
-    others: dict[str, dict[str, Any]]
-    folder: Path | None
-
-
-def check_grid(
-    grid: Mapping[str, Sequence[Any]], names: Iterable[str] = ()
-) -> dict[str, list[Any]]:
-    """Return the values of each option by its name in the library; raise for a bad grid.
-
-    Args:
-        grid: Values by name. A name may be a field of :class:`TrainingConfig`, also as on the
-            command line; ``lr`` or ``weight_decay``; or ``optimizer.NAME``, ``model.NAME``,
-            ``data.NAME``.
-        names: Further options.
-    """
-    if not isinstance(grid, Mapping):
-        raise TypeError(f"grid must be a dictionary of names and values, got {type(grid).__name__}")
-    checked: dict[str, list[Any]] = {}
-    for word, values in grid.items():
-        name = _option_name(word, names)
-        if name in checked:
-            raise ValueError(f"grid must have {name} once, got it twice")
-        if isinstance(values, str) or not isinstance(values, Sequence):
-            raise TypeError(f"grid must have a list of values of {name}, got {values!r}")
-        if not values:
-            raise ValueError(f"grid must have at least one value of {name}, got none")
-        values = [as_plain(value) for value in values]
-        for place, value in enumerate(values):
-            _check_plain(name, value)
-            # 1 and True are equal, and not the same.
-            if any(value == each and isinstance(value, bool) == isinstance(each, bool)
-                   for each in values[:place]):  # fmt: skip
-                raise ValueError(f"grid must have each value of {name} once, got {value} twice")
-        checked[name] = values
-    return checked
-
-
-def _option_name(word: str, names: Iterable[str]) -> str:
-    """Return the name of an option in the library."""
-    known = {*SHORT, *names}
-    aliases = {}
-    for entry in fields(TrainingConfig):
-        if entry.name not in ("seed", "resume", "optimizer_settings"):
-            known.add(entry.name)
-            flag = (entry.metadata.get("flags") or entry.name).split("/")[0].split()[0]
-            # Such as epochs, the flag of num_epochs.
-            aliases[flag.lstrip("-").replace("-", "_")] = entry.name
-    name = str(word).lstrip("-").replace("-", "_")
-    group, dot, key = str(word).partition(".")
-    if dot and key and group in GROUPS:
-        return str(word)
-    if name == "seed":
-        raise ValueError("grid must not have seed: pass seeds=[0,1,2] (--seeds 0,1,2)")
-    if name not in known and name not in aliases:
-        hint = suggest(name, sorted(known), listing="ritz train --help")
-        hint += "" if hint.endswith("?") else "."
-        raise ValueError(
-            f"grid must have options of training, got {word!r}; {hint} Settings of "
-            "the optimiser, the model and the data are optimizer.NAME, model.NAME and data.NAME"
-        )
-    return name if name in known else aliases[name]
-
-
-def _check_plain(name: str, value: Any) -> None:
-    if isinstance(value, list | tuple):
-        for part in value:
-            _check_plain(name, part)
-    elif value is not None and not isinstance(value, bool | int | float | str):
-        raise TypeError(f"grid must have numbers, text, lists or None as values of {name}, got "
-                        f"{type(value).__name__}")  # fmt: skip
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"grid must have finite values of {name}, got {value}")
-
-
-def check_seeds(seeds: int | Sequence[int], first: int) -> list[int]:
-    """Return the seeds of a sweep: so many from ``first`` on, or those of a list."""
-    seeds = as_plain(seeds)
-    if isinstance(seeds, int) and not isinstance(seeds, bool):
-        check_count("seeds", seeds)
-        return list(range(first, first + seeds))
-    if isinstance(seeds, str | bool) or not isinstance(seeds, Sequence):
-        raise TypeError(f"seeds must be a number or a list of whole numbers, got {seeds!r}")
-    if first:
-        raise ValueError(f"seed must not be given with a list of seeds, got {first} and {seeds}")
-    if not seeds:
-        raise ValueError("seeds must contain at least one seed, got none")
-    for place, seed in enumerate(seeds):
-        check_count("seeds", seed, low=0, high=MAX_SEED)
-        if seed in seeds[:place]:
-            raise ValueError(f"seeds must differ, got {seed} twice")
-    return list(map(int, seeds))
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """All runs of a sweep, checked before the first.
-
-    Attributes:
-        base: Options of all runs.
-        grid: Values by option.
-        seeds: Seeds.
-        points: The runs: all points for one seed after the other, so that an unfinished table
-            compares points.
-        folder: Folder of the sweep, or ``None``.
-    """
-
-    base: TrainingConfig
-    grid: dict[str, list[Any]]
-    seeds: list[int]
-    points: list[Point]
-    folder: Path | None
-
-    def __str__(self) -> str:
-        number = self.base.num_epochs
-        epochs = f"; {number} epoch{'s' * (number > 1)} each"
-        return describe(self.grid, self.seeds) + ("" if "num_epochs" in self.grid else epochs)
-
-
-def plan_sweep(
-    base: TrainingConfig,
-    grid: Mapping[str, Sequence[Any]],
-    *,
-    seeds: int | Sequence[int],
-    folder: FilePath | None,
-    names: Iterable[str] = (),
-) -> Plan:
-    """Return the runs of a sweep; raise if the grid is wrong.
-
-    Args:
-        base: Options of all runs.
-        grid: As for :func:`sweep`.
-        seeds: As for :func:`sweep`.
-        folder: As for :func:`sweep`.
-        names: Options that are not in :class:`TrainingConfig`.
-    """
-    if world_size() > 1:
-        raise ValueError("a sweep must be started in one process, got several: leave out torchrun")
-    grid, seeds = check_grid(grid, names), check_seeds(seeds, base.seed)
-    place, points = None if folder is None else Path(folder), []
-    for seed in seeds:
-        for values in product(*grid.values()):
-            chosen = dict(zip(grid, values, strict=True))
-            name = _name(chosen | {"seed": seed})
-            training, others = _apply(replace(base, seed=seed), chosen)
-            points.append(Point(name=name, training=training, others=others,
-                                folder=None if place is None else place / name))  # fmt: skip
-    return Plan(base=base, grid=grid, seeds=seeds, points=points, folder=place)
-
-
-def _apply(
-    base: TrainingConfig, chosen: Mapping[str, Any]
-) -> tuple[TrainingConfig, dict[str, dict[str, Any]]]:
-    """Return the options of training of a point, and its options of model and data."""
-    training: dict[str, Any] = {}
-    settings = dict(base.optimizer_settings)
-    others: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "names": {}}
-    known = {entry.name for entry in fields(TrainingConfig)}
-    for name, value in chosen.items():
-        # Without a dot the group is empty and the key is the whole name.
-        group, _, key = name.rpartition(".")
-        if group == "optimizer" or name in SHORT:
-            settings[key] = value
-        elif group:
-            others[group][key] = value
-        else:
-            (training if name in known else others["names"])[name] = value
-    for name in SHORT:
-        if name in settings:
-            check_positive(name, settings[name], zero=name == "weight_decay")
-    config = replace(base, **training, optimizer_settings=settings)
-    # Names of optimisers and their settings, on a stand-in for the model, which draws no weights.
-    layer = nn.utils.skip_init(nn.Linear, 1, 1)
-    create_optimizer(config.optimizer, layer.parameters(), model=layer, **settings)
-    return config, others
-
-
-def _name(chosen: Mapping[str, Any]) -> str:
-    """Return a name of a run that can be the name of a folder."""
-    whole = ",".join(f"{name}={_text(value)}" for name, value in chosen.items())
-    name = re.sub(r"[^\w.,=+-]+", "_", whole)
-    if name == whole and len(name) <= LONGEST:
-        return name
-    # A tag tells names apart that differ only in characters that were replaced or cut.
-    return f"{name[:LONGEST]}-{sha256(whole.encode()).hexdigest()[:8]}"
-
-
 # ------------------------------------------------------------------------------------------
 # The runs.
 
@@ -428,8 +202,9 @@ def sweep(
             are its keywords.
         data: Data, as for :func:`fit`.
         grid: Values by the name of an option: of :class:`TrainingConfig`; ``lr`` and
-            ``weight_decay``; other settings of the optimiser as ``optimizer.momentum`` and keywords
-            of the model as ``model.width``. If the grid is empty, only the seeds vary.
+            ``weight_decay``; ``preset``; other settings of the optimiser as ``optimizer.momentum``
+            and keywords of the model as ``model.width``. All combinations are checked before the
+            first run. If the grid is empty, only the seeds vary.
         seeds: Number of seeds, counted from the option ``seed``, or a list of them.
         folder: Folder of the sweep, created if missing. Without it nothing is saved.
         max_jobs: Largest number of runs at once. With more than one, each runs in its own process,
@@ -471,11 +246,18 @@ def sweep(
         for name, value in options.items()
         if name in known and not (name in chosen and isinstance(value, str))
     }
-    base = combine(config, {name: options[name] for name in options.keys() - objects.keys()})
-    plan = plan_sweep(base, grid, seeds=seeds, folder=folder)
+    given = options.keys() - objects.keys()
+    base = combine(config, {name: options[name] for name in given})
+    if config is not None and "preset" in set(grid):
+        raise ValueError("config must be None with preset in the grid: pass options by keyword")
     task = _Fit(model, data, objects)
+    made = SweepOptions(base=base, given=given, names=("preset",), check=task.check,
+                   named=objects.get("optimizer") is None, cuts=task.cuts)  # fmt: skip
+    plan = plan_sweep(made, grid, seeds=seeds, folder=folder)
     if "batch_size" in plan.grid and not task.cuts:
         refuse_batch_size(plan.grid["batch_size"])
+    watched = bool(objects.get("monitors"))
+    check_metric(metric, plan.points, parts=task.parts, watched=watched)
     return run_plan(plan, task, max_jobs=max_jobs, metric=metric,
                     progress=progress)  # fmt: skip
 
@@ -488,14 +270,32 @@ class _Fit:
         self._model, self._data, self._objects = model, as_parts(data), objects
         # Whether the batch size of training is an option, and not that of a loader.
         self.cuts = takes_batch_size(self._data.train)
-        held = (getattr(self._data, part) or objects.get(part) for part in PARTS)
-        self._generators = [each for part in held for each in loader_generators(part)]
+        held = {part: getattr(self._data, part) or objects.get(part) for part in PARTS}
+        self.parts = [part for part in PARTS if held[part] is not None]
+        self._generators = [each for part in held.values() for each in loader_generators(part)]
+        self._made: list[dict[str, Any]] = []  # keywords with which the model was made in checks
 
-    def __call__(self, task: Point, *, progress: bool | Progress) -> Outcome:
+    def check(self, training: TrainingConfig, others: Others) -> None:
+        """Raise if the model cannot be made with the keywords of a point."""
+        if others["data"]:
+            raise ValueError(
+                "the data of sweep() are the same for all runs: data.NAME is for ritz sweep"
+            )
+        if training.patience is not None:
+            check_patience(self.parts)
+        keywords = others["model"]
+        if keywords and keywords not in self._made:
+            self._model_of(keywords, training.seed)
+            self._made.append(keywords)
+
+    def _model_of(self, keywords: dict[str, Any], seed: int) -> nn.Module:
         # The initial weights depend on the seed of the run, and not on the runs before it.
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(task.training.seed)
-            model = self._model(**task.others["model"])
+            torch.default_generator.manual_seed(seed)
+            return self._model(**keywords)
+
+    def __call__(self, task: Point, *, progress: bool | Progress) -> Outcome:
+        model = self._model_of(task.others["model"], task.training.seed)
         # Runs share the loaders, and none may begin where another has left their generators.
         states = [generator.get_state() for generator in self._generators]
         with TemporaryDirectory() as scratch:
@@ -540,7 +340,8 @@ def run_plan(
     max_jobs = check_count("max_jobs", max_jobs)
     tasks = {point.name: point for point in plan.points}
     is_over = partial(_is_over, metric)
-    runs = run_tasks(train, tasks, max_jobs=max_jobs, is_over=is_over, progress=progress)
+    runs = run_tasks(train, tasks, max_jobs=max_jobs, is_over=is_over, done=plan.done,
+                     progress=progress)  # fmt: skip
     return _result(plan, runs, metric)
 
 

@@ -10,11 +10,14 @@ must do nothing in copies of the model. The factors of both are computed by
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ritz._core.batches import tensors
@@ -22,6 +25,7 @@ from ritz.curvature._shared import CONVOLUTIONS, Call
 from ritz.optim._kfac.blocks import Block, LayerCall, Pass
 
 Receive = Callable[[Block, LayerCall, Pass], None]
+Arrange = Callable[[Tensor], Tensor]  # of a derivative, as the block expects it
 
 
 @final
@@ -64,8 +68,11 @@ def _remove(handles: list[RemovableHandle]) -> None:
 class _Arrival:
     """Tensor hook that receives the derivative in an output. It stores the input until then."""
 
-    def __init__(self, capture: "Capture", block: Block, x: Tensor, of: Pass) -> None:
+    def __init__(
+        self, capture: "Capture", block: Block, x: Tensor, of: Pass, arrange: Arrange
+    ) -> None:
         self._capture, self._block, self._pass = weakref.ref(capture), block, of
+        self._arrange = arrange
         self._version = x._version
         self._x: Tensor | None = x
 
@@ -86,7 +93,7 @@ class _Arrival:
         # A checkpointed layer has its own backward pass inside that of the model.
         if self._pass.backward is None:
             self._pass.backward = torch._C._current_graph_task_id()
-        capture.deliver(self._block, x, [delta], self._pass)
+        capture.deliver(self._block, x, [self._arrange(delta)], self._pass)
 
 
 def check_version(block: Block, x: Tensor, version: int) -> None:
@@ -119,7 +126,8 @@ class Capture:
         self.scaled = False  # whether a gradient scaler is known
         self._pass: Pass | None = None
         self._inside = False  # whether a forward pass of the model is running
-        self._records: list[tuple[Block, Tensor, int, GradientEdge, Pass]] = []
+        self._records: list[tuple[Block, Tensor, int, GradientEdge, Pass, Arrange]] = []
+        self._attentions: list[tuple[nn.Module, _Linears]] = []  # whose forward pass is running
         self._handles = [
             model.register_forward_pre_hook(Hook(self, "begin"), with_kwargs=True, prepend=True)
         ]
@@ -127,6 +135,14 @@ class Capture:
         for block in blocks:
             hook = Hook(self, "note", block)
             self._handles.append(block.module.register_forward_hook(hook, with_kwargs=True))
+        self._by_param: dict[Tensor, Block] = {
+            p: block for block in blocks for p in block.params.values()
+        }
+        for module in filter(is_attention, model.modules()):
+            hook = Hook(self, "enter")
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            hook = Hook(self, "leave")
+            self._handles.append(module.register_forward_hook(hook, always_call=True))
         # Registered last, because the model may be a layer itself.
         hook = Hook(self, "end")
         self._handles.append(model.register_forward_hook(hook, with_kwargs=True, always_call=True))
@@ -156,16 +172,53 @@ class Capture:
 
     def note(self, block: Block, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record a call of a layer."""
+        if self._is_noting():
+            self._record(block, args[0] if args else kwargs["input"], output)
+
+    def _is_noting(self) -> bool:
         model = self._model()
         if not self.active or model is None or not model.training:
-            return
+            return False
         # Tensors inside a transform of torch.func must not be stored.
-        if torch._C._are_functorch_transforms_active():
+        return not torch._C._are_functorch_transforms_active()
+
+    def enter(self, module: nn.MultiheadAttention, args: Any, kwargs: Any) -> None:
+        """Record the linear layers of an attention from here on."""
+        if not (self._is_noting() and torch.is_grad_enabled()):
             return
+        arrange = _arrangement(module, args[0] if args else kwargs["query"])
+
+        def note(x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
+            # Keys and values may have other inputs than queries. Their weights are then slices.
+            owners = [t if t._base is None else t._base for t in (weight, bias) if t is not None]
+            block = next((self._by_param[p] for p in owners if p in self._by_param), None)
+            if block is None:
+                return
+            start = (weight.storage_offset() - owners[0].storage_offset()) // weight.stride(0)
+            rest = len(owners[0]) - start - len(weight)
+
+            def place(delta: Tensor) -> Tensor:
+                # The other outputs of the layer do not depend on this input.
+                return functional.pad(arrange(delta), (start, rest))
+
+            self._record(block, arrange(x.detach()), output, place)
+
+        linears = _Linears(note)
+        linears.__enter__()  # type: ignore[no-untyped-call]
+        self._attentions.append((module, linears))
+
+    def leave(self, module: nn.MultiheadAttention, args: Any, output: Any) -> None:
+        """Record no more linear layers of an attention, also after an error inside it."""
+        if self._attentions and self._attentions[-1][0] is module:
+            linears = self._attentions.pop()[1]
+            linears.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _record(
+        self, block: Block, x: Tensor, output: Any, arrange: Arrange = lambda delta: delta
+    ) -> None:
         # Without a gradient there is nothing to capture: no_grad, inference or frozen layers.
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
-        x = args[0] if args else kwargs["input"]
         self._check_scale(x.device.type)
         # The backward pass calls checkpointed layers again, for the same samples.
         inside = self._inside or torch._C._current_graph_task_id() != -1
@@ -173,11 +226,12 @@ class Capture:
         if torch._C._current_graph_task_id() == -1:
             block.expect()
         if self._waits:
-            self._records.append((block, x, x._version, get_gradient_edge(output), of))
+            edge = get_gradient_edge(output)
+            self._records.append((block, x, x._version, edge, of, arrange))
         else:
             # A hook of the tensor, because a full backward hook of the module would forbid in-place
             # operations on the output.
-            output.register_hook(_Arrival(self, block, x, of))
+            output.register_hook(_Arrival(self, block, x, of, arrange))
 
     def _check_scale(self, device: str) -> None:
         half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.half
@@ -205,8 +259,8 @@ class Capture:
             torch.autograd.grad(outputs, edges, column, retain_graph=True, allow_unused=True)
             for column in columns
         ]
-        for (block, x, version, _, of), *deltas in zip(records, *passes, strict=True):
-            arrived = [delta for delta in deltas if delta is not None]
+        for (block, x, version, _, of, arrange), *deltas in zip(records, *passes, strict=True):
+            arrived = [arrange(delta) for delta in deltas if delta is not None]
             if arrived:
                 check_version(block, x, version)
                 of.backward = backward
@@ -242,3 +296,72 @@ class Capture:
             yield
         finally:
             self.active = active
+
+
+# ------------------------------------------------------------------------------------------
+# torch's attention, whose linear layers are not modules that it calls.
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module is ``nn.MultiheadAttention`` with the ``forward`` of torch."""
+    kind = nn.MultiheadAttention
+    return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def _arrangement(module: nn.MultiheadAttention, query: Tensor) -> Arrange:
+    """Return a function that gives tensors inside an attention the layout of its query.
+
+    Inside, positions come before samples: ``(T, batch, e)``, or ``(T * batch, e)`` before the last
+    linear layer. A single sample without a batch axis has one there.
+    """
+    batched, first = query.ndim == 3, module.batch_first
+    batch = (query.shape[0] if first else query.shape[1]) if batched else 1
+
+    def arrange(x: Tensor) -> Tensor:
+        x = x.reshape(-1, batch, x.shape[-1])
+        if not batched:
+            return x[:, 0]
+        return x.transpose(0, 1) if first else x
+
+    return arrange
+
+
+@final
+class _Linears(TorchFunctionMode):
+    """While active, reports the linear layers inside torch's function of attention.
+
+    Args:
+        note: Called with input, weight, bias and output of each.
+    """
+
+    def __init__(self, note: Callable[[Tensor, Tensor, Tensor | None, Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is functional.multi_head_attention_forward:
+            func = _with_linear(func, self._linear)
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        output = functional.linear(x, weight, bias)
+        self._note(x, weight, bias, output)
+        return output
+
+
+def _with_linear(function: Any, linear: Callable[..., Tensor]) -> Any:
+    """Return the function of attention with another function in place of ``linear``.
+
+    A mode cannot see the operations inside: torch switches it off for them. The code of torch runs
+    with its own names instead, so that its results are the same, and torch is not modified.
+    """
+    names = {**function.__globals__, "linear": linear}
+    for each in ("_in_projection_packed", "_in_projection", function.__name__):
+        code = names[each]
+        copied = FunctionType(code.__code__, names, each, code.__defaults__, code.__closure__)
+        copied.__kwdefaults__ = code.__kwdefaults__
+        names[each] = copied
+    return names[function.__name__]

@@ -31,7 +31,7 @@ from ritz.optim._kfac.blocks import (
     WeightSharing,
     block_of,
 )
-from ritz.optim._kfac.capture import Capture
+from ritz.optim._kfac.capture import Capture, is_attention
 from ritz.optim._state_tensors import StateDict, named_params, owners
 
 PREFIX = "kfac_"  # prefix of the names in the state of a parameter
@@ -418,6 +418,9 @@ def _find_blocks(
     for name, module in model.named_modules():
         params = {key: p for key, p in module.named_parameters(recurse=False) if id(p) in chosen}
         _check_params(name, params)
+        if is_attention(module):
+            module, params, others = _packed_layer(module, params)
+            plain |= {f"{name}.{key}".lstrip("."): why for key, why in others.items()}
         reason = _reason(module, params, users)
         block = None if reason or not params else block_of(name, module, params, settings)
         if block is not None:
@@ -427,6 +430,27 @@ def _find_blocks(
     if not blocks and not plain:
         raise ValueError("model must have parameters of the optimizer, got others")
     return blocks, plain
+
+
+def _packed_layer(
+    attention: Any, params: dict[str, nn.Parameter]
+) -> tuple[nn.Module, dict[str, nn.Parameter], dict[str, str]]:
+    """Return the linear layer of queries, keys and values of an attention, and its parameters.
+
+    Its other parameters follow by name, with the reason why they use the plain gradient.
+    """
+    size, keys = attention.embed_dim, {"in_proj_weight": "weight", "in_proj_bias": "bias"}
+    if not attention._qkv_same_embed_dim:
+        keys = {}
+    # Only its shape is read: the attention calls no such module.
+    layer = nn.Linear(size, 3 * size, device="meta")
+    others = {
+        key: "keys and values of other sizes than queries have no factors"
+        if "proj" in key
+        else "it is no layer"
+        for key in params.keys() - keys.keys()
+    }
+    return layer, {keys[key]: p for key, p in params.items() if key in keys}, others
 
 
 def _check_params(name: str, params: dict[str, nn.Parameter]) -> None:

@@ -42,9 +42,10 @@ class KFAC(Optimizer):
     With :class:`~torch.nn.parallel.DistributedDataParallel`, the processes average their factors
     and divide the inverses among themselves.
 
-    **Layers.** Linear layers, convolutions, embeddings (with their exact, diagonal :math:`A`) and
-    affine norms (with the exact block of each feature). Other layers, and layers that share a
-    parameter, use the plain gradient. A warning says so once, and ``plain`` lists them. The damping
+    **Layers.** Linear layers, convolutions, embeddings (with their exact, diagonal :math:`A`),
+    affine norms (with the exact block of each feature) and ``nn.MultiheadAttention``, in which
+    queries, keys and values are one linear layer. Other layers, and layers that share a parameter,
+    use the plain gradient. A warning says so once, and ``plain`` lists them. The damping
     of a layer is that of the group of its first parameter. Frozen parameters are left out. FSDP2 is
     not supported.
 
