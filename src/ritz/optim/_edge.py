@@ -9,7 +9,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.measures import stable_rate
-from ritz.measures._shared import divisors, scaled_operator
+from ritz.measures._shared import OptimizerName, divisors, scaled_operator
 from ritz.optim._adaptive import DampedAdamW, Gadam, GadamX, Padam, PadamW
 from ritz.optim._spectral import SpectralSGD
 from ritz.optim._step_reader import has_decoupled_decay, learning_rate
@@ -82,16 +82,10 @@ def edge(optimizer: Optimizer, risk: Risk) -> Edge | None:
     adaptive = type(optimizer) in ADAPTIVE
     if not (adaptive or isinstance(optimizer, PLAIN)) or not _is_common(optimizer):
         return None
-    group = optimizer.param_groups[0]
-    kind, momentum, _ = update_settings(optimizer)
+    kind, momentum, dampening = group_update(optimizer.param_groups[0])
     # stable_rate of a unit curvature is 2 f.
     limit = 0.5 * float(
-        stable_rate(
-            1.0,
-            optimizer=kind,  # type: ignore[arg-type]
-            momentum=momentum,
-            dampening=float(group.get("dampening", 0.0)) if kind == "momentum" else 0.0,
-        )
+        stable_rate(1.0, optimizer=kind, momentum=momentum, dampening=dampening)
     )
     columns = _columns(optimizer, risk)
     if columns is None:
@@ -118,11 +112,20 @@ def update_settings(optimizer: Optimizer, name: str = "") -> tuple[str, float, f
     rate = learning_rate(group)
     if "kfac" in name:
         return "kfac", float(group.get("momentum", 0.0)), rate
-    if "betas" in group:
-        return "adam", float(group["betas"][0]), rate
-    momentum = float(group.get("momentum", 0.0))
-    kind = "nesterov" if group.get("nesterov") else "momentum" if momentum else "sgd"
+    kind, momentum, _ = group_update(group)
     return kind, momentum, rate
+
+
+def group_update(group: dict[str, Any]) -> tuple[OptimizerName, float, float]:
+    """Return the kind of update of a group, as in :func:`ritz.advise`, momentum and dampening."""
+    if "betas" in group:
+        return "adam", float(group["betas"][0]), 0.0
+    momentum = float(group.get("momentum", 0.0))
+    if group.get("nesterov"):
+        return "nesterov", momentum, 0.0
+    if not momentum:
+        return "sgd", 0.0, 0.0
+    return "momentum", momentum, float(group.get("dampening", 0.0))
 
 
 def _is_common(optimizer: Optimizer) -> bool:

@@ -105,8 +105,9 @@ class StepCurvature:
             epoch: Number of the epoch, counted from one, which may have its own batch size.
         """
         adapted = self._config.damping == "adaptive" and self._is_measured(step)
-        # delta / alpha is constant, so delta follows the schedule in every step.
-        if self._config.damping == "ratio":
+        # delta follows the schedule of the learning rate in every step.
+        rule = self._config.damping
+        if rule == "ratio" or (rule in ("noise", "shrinkage") and not self._is_measured(step)):
             self.damping.step()
         if not self.is_due(step):
             yield
@@ -158,6 +159,10 @@ class StepCurvature:
             return False
         if self._interval is None:
             raise ValueError("damping_interval is required: the data have no length")
+        if self._config.damping != "adaptive" and 0 < step < self._interval:
+            # The curvature of initial weights changes most in the first steps, so these are
+            # measured at steps 1, 2, 4, 8 and so on.
+            return step & (step - 1) == 0
         return step % self._interval == 0
 
     def _curvature_risk(self, batches: Sequence[Any], step: int) -> Risk:
