@@ -5,16 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.measures import stable_rate
 from ritz.measures._shared import OptimizerName, divisors, scaled_operator
-from ritz.optim._adaptive import DampedAdamW, Gadam, GadamX, Padam, PadamW
+from ritz.optim._momentum import ADAPTIVE
 from ritz.optim._spectral import SpectralSGD
 from ritz.optim._step_reader import has_decoupled_decay, learning_rate
 
-ADAPTIVE = (Adam, AdamW, Padam, PadamW, DampedAdamW, Gadam, GadamX)
 PLAIN = (SGD, SpectralSGD)
 
 
