@@ -222,7 +222,7 @@ def test_the_rates_of_adam_are_those_of_its_divisors(kind, beta):
         made.append(kind(model.parameters(), lr=0.01, betas=(beta, 0.99)))
         return made[0]
 
-    reading, _, vectors, risk = several(make)
+    reading, _, vectors, _ = several(make)
 
     states = [made[0].state[p] for p in made[0].param_groups[0]["params"]]
     root = torch.cat([state["exp_avg_sq"].flatten() for state in states]) / (1 - 0.99**4)

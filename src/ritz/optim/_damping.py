@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, final, get_args
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
@@ -23,6 +24,7 @@ from ritz.measures import curvature_variance, shrinkage, stable_rate
 from ritz.measures._shared import preconditioned_curvature
 from ritz.optim._curvature_optimizer import TracedMatrix, finite_loss, optimizer_risk
 from ritz.optim._edge import group_update
+from ritz.optim._momentum import momentum_buffers, without_momentum
 from ritz.optim._step_reader import learning_rate
 from ritz.spectra import lanczos, trace
 
@@ -96,7 +98,8 @@ class Damping:
                    \min(1, P \sigma^2 / (b \lambda_i^2))`, but at least
                    :math:`\delta_e`
     ``adaptive``   multiplied by 3/2 or 2/3, depending on how well the      ``measured(risk)``
-                   quadratic model predicts a step (Levenberg-Marquardt)
+                   quadratic model predicts a step (Levenberg-Marquardt),   and ``step(risk)``
+                   but at least :math:`\delta_e`
     =============  =======================================================  ====================
 
     :math:`\delta_e` is the damping of the **edge of stability**, which :func:`ritz.advise` advises.
@@ -122,19 +125,33 @@ class Damping:
     :math:`\delta_e`, and training with them alone diverged on digits: K-FAC needs a median of 15
     times the least damping under noise along the leading eigenvector (study ``damping_kfac``).
 
-    Both rules need a sample of the data, for example once per epoch and more often in the first
-    one, and cost about 70 products. From one measurement to the next, :math:`\delta_e / \alpha`
-    falls by a factor of 2 at most. Between measurements, ``step()`` without a risk follows the
-    learning rate. No rule sets a damping below 1e-8.
+    The three measured rules need a sample of the data, for example once per epoch and more often in
+    the first one, and cost about 70 products (``adaptive`` 25). From one measurement to the next,
+    :math:`\delta_e / \alpha` falls by a factor of 2 at most. Between measurements, ``step()``
+    without a risk follows the learning rate. No rule sets a damping below 1e-8.
+
+    ``adaptive`` needs the batch of the step as well, which may be that of every fifth one. It
+    compares the losses before and after the step without momentum, and costs a gradient, a product
+    and two losses::
+
+        damping.step(sample)  # once per epoch
+        with damping.measured(risk):
+            optimizer.step()
+
+    A step with the curvature of its own batch reduces the loss of this batch as predicted, whatever
+    the damping is. Without ``step(sample)`` nothing bounds the damping from below, and it falls
+    until training diverges.
 
     Adam uses the root of the second moment instead of the curvature. A damping that is measured in
-    units of curvature is therefore a heuristic for Adam. The current values are in the groups of
+    units of curvature is therefore a heuristic for Adam, and ``adaptive``, which changes the weight
+    of a quadratic model that Adam does not use, is refused. The current values are in the groups of
     the optimiser, so they are saved with its state.
 
     Args:
         optimizer: An optimiser whose groups have ``delta``.
         rule: One of the table.
-        batch_size: Batch size :math:`B` of the steps, for ``shrinkage`` and ``noise``.
+        batch_size: Batch size :math:`B` of the steps, for ``shrinkage``, ``noise`` and
+            ``step(risk)`` of ``adaptive``.
         num_samples: Number of training samples :math:`N`. Defaults to infinity.
         matrix: ``ggn`` (its trace is positive) or ``hessian``.
         seed: Seed of the probes.
@@ -157,17 +174,23 @@ class Damping:
         check_choice("rule", rule, RULES)
         check_choice("matrix", matrix, MATRICES)
         self.optimizer, self.rule, self.matrix, self.seed = optimizer, rule, matrix, seed
-        if rule in ("shrinkage", "noise"):
-            if batch_size is None:
-                raise ValueError(f"rule={rule!r} needs batch_size, got None")
+        if rule in ("shrinkage", "noise") and batch_size is None:
+            raise ValueError(f"rule={rule!r} needs batch_size, got None")
+        if batch_size is not None:
             batch_size = check_count("batch_size", batch_size)
-            if num_samples is not None:
-                num_samples = check_count("num_samples", num_samples)
+        if num_samples is not None:
+            num_samples = check_count("num_samples", num_samples)
         self.batch_size, self.num_samples = batch_size, num_samples
         if rule != "constant" and any("delta" not in group for group in optimizer.param_groups):
             raise ValueError(
                 f"damping rule {rule!r} needs an optimiser with a damping delta, such as KFAC, "
                 f"LanczosNewton or DampedAdamW, got {type(optimizer).__name__}"
+            )
+        if rule == "adaptive" and any("betas" in group for group in optimizer.param_groups):
+            raise ValueError(
+                "damping rule 'adaptive' needs an optimiser that adds delta to the curvature, such "
+                f"as KFAC or LanczosNewton, got {type(optimizer).__name__}, which adds it to the "
+                "root of the second moment: use 'noise', 'ratio' or 'constant'"
             )
         if rule == "ratio":
             self._initial()
@@ -182,45 +205,50 @@ class Damping:
         groups = self.optimizer.param_groups
         return [float(group["delta"]) for group in groups if "delta" in group]
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the edge of stability has been measured, so that ``step()`` needs no risk."""
+        return all(PER_RATE in group for group in self.optimizer.param_groups)
+
     def step(self, risk: Risk | None = None) -> None:
-        """Set the damping by the rule.
+        """Set the damping by the rule, for ``adaptive`` only its bound.
 
         If the batch size changes during training, set the attribute ``batch_size`` first.
 
         Args:
-            risk: For ``shrinkage`` and ``noise``, a :class:`~ritz.Risk` on a sample of the data,
-                with batch norm not in train mode. Without it, the damping of the last measurement
-                is converted to the current learning rate.
+            risk: For ``shrinkage``, ``noise`` and ``adaptive``, a :class:`~ritz.Risk` on a sample
+                of the data, with batch norm not in train mode. Without it, the damping of the last
+                measurement is converted to the current learning rate.
         """
         if self.rule == "ratio":
             for group, delta, rate in self._initial():
                 self._set(group, delta * float(group["lr"]) / rate)
-        elif self.rule in ("shrinkage", "noise"):
+        elif self.rule != "constant":
             if risk is not None:
                 self._measure(risk)
-            elif any(PER_RATE not in group for group in self.optimizer.param_groups):
+            elif not self.is_measured:
                 raise ValueError(f"step() needs a risk for rule={self.rule!r}, got None")
             for group in self.optimizer.param_groups:
-                # The edge of stability moves with the learning rate, and so does the damping.
-                stable = learning_rate(group) * float(group[PER_RATE])
-                self._set(group, max(stable, float(group[OF_MATRIX])))
-        elif self.rule == "adaptive":
-            raise ValueError(
-                "rule='adaptive' needs a 'with' block: with damping.measured(risk): "
-                "optimizer.step()"
-            )
+                current = float(group["delta"] if self.rule == "adaptive" else group[OF_MATRIX])
+                self._set(group, max(current, self._stable(group)))
+
+    def _stable(self, group: dict[str, Any]) -> float:
+        # The edge of stability moves with the learning rate, and so does the damping.
+        return learning_rate(group) * float(group.get(PER_RATE, 0.0))
 
     def _measure(self, risk: Risk) -> None:
         r"""Store :math:`\delta / \alpha` of the edge of stability, and the damping by shrinkage."""
+        if self.batch_size is None:
+            raise ValueError(f"step(risk) needs batch_size for rule={self.rule!r}, got None")
         restricted, _ = optimizer_risk(self.optimizer, risk)
         # 1/b = 1/B - 1/N, which is zero for a batch of all samples.
-        inverse = max(0.0, 1 / (self.batch_size or 1) - 1 / (self.num_samples or math.inf))
+        inverse = max(0.0, 1 / self.batch_size - 1 / (self.num_samples or math.inf))
         known: Any = {"matrix": self.matrix, "seed": self.seed}
         curvature = edge_curvature(restricted, inverse, **known)
         noise = shrunk = 0.0
         if self.rule == "noise":
             noise = noise_damping(restricted, inverse, **known)
-        else:
+        elif self.rule == "shrinkage":
             shrunk = shrinkage_damping(restricted, inverse, **known)
         for group in self.optimizer.param_groups:
             stable = max(noise, edge_damping(*curvature, group))
@@ -241,19 +269,22 @@ class Damping:
         if self.rule != "adaptive" or getattr(self.optimizer, "adapts_damping", False):
             yield  # HessianFree adapts its damping itself
             return
-        start, _ = optimizer_risk(self.optimizer, risk)
+        start, params = optimizer_risk(self.optimizer, risk)
         gradient = start.gradient()
+        buffers = momentum_buffers(self.optimizer)
         yield
         if not all(bool(p.isfinite().all()) for p in parameters(self.optimizer)):
             return  # the run has diverged, which the next loss will show
-        end, _ = optimizer_risk(self.optimizer, start)
-        update = end.theta - start.theta
+        # Momentum moves along earlier gradients, which may increase the loss of this batch whatever
+        # the damping is.
+        update = _own_step(self.optimizer, start, params, gradient, buffers)
         op = self._traced.operator(start, self.matrix)
-        # The quadratic model predicts the reduction -(g'u + u'Gu / 2) for the update u.
+        # The quadratic model predicts the reduction -(g'u + u'Gu / 2) for the step u.
         predicted = -float(gradient.double() @ update.double() + 0.5 * (update @ (op @ update)))
-        ratio = reduction_ratio(start.loss(), end, predicted)
+        ratio = reduction_ratio(start.loss(), start.at(start.theta + update), predicted)
         for group in self.optimizer.param_groups:
-            self._set(group, levenberg_marquardt(float(group["delta"]), ratio))
+            delta = levenberg_marquardt(float(group["delta"]), ratio)
+            self._set(group, max(delta, self._stable(group)))
 
     def _initial(self) -> list[tuple[dict[str, Any], float, float]]:
         r"""Return all groups with :math:`\delta_0` and :math:`\alpha_0`, and store these."""
@@ -269,6 +300,26 @@ class Damping:
 
     def _set(self, group: dict[str, Any], value: float) -> None:
         set_setting(group, "delta", max(value, TUNING.least))
+
+
+@torch.no_grad()
+def _own_step(
+    optimizer: Optimizer,
+    start: Risk,
+    params: dict[str, Tensor],
+    gradient: Tensor,
+    buffers: dict[Tensor, Tensor],
+) -> Tensor:
+    """Return the last step without momentum, or with it where it is not known."""
+    after = start.space.flatten(params)
+    whole, slope = (start.space.unflatten(v) for v in (after - start.theta, gradient))
+    parts = {
+        part: {p: named[name] for name, p in params.items()}
+        for part, named in (("update", whole), ("gradient", slope))
+    }
+    own = without_momentum(optimizer, start, buffers=buffers, **parts)
+    steps = parts["update"] if own is None else own
+    return start.space.flatten({name: steps[p] for name, p in params.items()})
 
 
 def shrinkage_damping(
@@ -365,9 +416,7 @@ def edge_damping(curvature: float, full: float, group: dict[str, Any]) -> float:
     kind, momentum, dampening = group_update(group)
     # Where the curvature is not positive, every rate is stable: 1 / inf = 0.
     return 1 / float(
-        stable_rate(
-            curvature, optimizer=kind, momentum=momentum, dampening=dampening, full=full
-        )
+        stable_rate(curvature, optimizer=kind, momentum=momentum, dampening=dampening, full=full)
     )
 
 

@@ -83,9 +83,7 @@ def edge(optimizer: Optimizer, risk: Risk) -> Edge | None:
         return None
     kind, momentum, dampening = group_update(optimizer.param_groups[0])
     # stable_rate of a unit curvature is 2 f.
-    limit = 0.5 * float(
-        stable_rate(1.0, optimizer=kind, momentum=momentum, dampening=dampening)
-    )
+    limit = 0.5 * float(stable_rate(1.0, optimizer=kind, momentum=momentum, dampening=dampening))
     columns = _columns(optimizer, risk)
     if columns is None:
         return None

@@ -26,6 +26,16 @@ def momentum_of(group: Mapping[str, Any]) -> float:
     return float(betas[0]) if betas else float(group.get("momentum") or 0.0)
 
 
+def momentum_buffers(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """Return copies of the momentum buffers; zeros if there is none yet, nothing if not needed."""
+    buffers = {}
+    for group in optimizer.param_groups if isinstance(optimizer, HEAVY_BALL) else ():
+        for p in (p for p in group["params"] if p.requires_grad and momentum_of(group)):
+            buffer = optimizer.state.get(p, {}).get("momentum_buffer")
+            buffers[p] = torch.zeros_like(p) if buffer is None else buffer.detach().clone()
+    return buffers
+
+
 @torch.no_grad()
 def without_momentum(
     optimizer: Optimizer,
@@ -61,7 +71,7 @@ def without_momentum(
         return None
     weights = dict(risk.model.named_parameters())
     sizes = risk.space.unflatten(divisors(risk, optimizer))
-    parts = {weights[name]: part.view_as(weights[name]) for name, part in sizes.items()}
+    parts: dict[Tensor, Tensor] = {weights[name]: part for name, part in sizes.items()}
     return {
         p: _adaptive(optimizer.state[p], groups[p], moved, gradient[p], parts[p])
         for p, moved in update.items()
@@ -71,7 +81,8 @@ def without_momentum(
 def _heavy_ball(
     optimizer: Optimizer, p: Tensor, group: Mapping[str, Any], moved: Tensor, before: Tensor | None
 ) -> Tensor:
-    momentum, buffer = momentum_of(group), optimizer.state[p].get("momentum_buffer")
+    momentum = momentum_of(group)
+    buffer: Tensor | None = optimizer.state[p].get("momentum_buffer")
     if not momentum or buffer is None:
         return moved
     # b = rho b_0 + d, so the direction is d = b - rho b_0.
@@ -81,7 +92,11 @@ def _heavy_ball(
 
 
 def _adaptive(
-    state: Mapping[str, Any], group: Mapping[str, Any], moved: Tensor, gradient: Tensor, size: Tensor
+    state: Mapping[str, Any],
+    group: Mapping[str, Any],
+    moved: Tensor,
+    gradient: Tensor,
+    size: Tensor,
 ) -> Tensor:
     # The step is -alpha m / (c D) with c = 1 - beta_1^t, or 1 in the published form.
     correction = 1.0

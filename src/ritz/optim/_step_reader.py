@@ -11,11 +11,11 @@ from torch.optim import SGD, Optimizer
 
 from ritz._core.blocks import inner_products
 from ritz._core.checks import check_finite, check_tensor
-from ritz._core.params import check_optimizer
+from ritz._core.params import check_optimizer, parameters
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature_optimizer import optimizer_risk
-from ritz.optim._momentum import without_momentum
+from ritz.optim._momentum import momentum_buffers, without_momentum
 
 # Parts of class names of torch optimisers whose weight decay is decoupled.
 DECOUPLED = ("AdamW", "Adafactor", "Muon")
@@ -153,10 +153,13 @@ class StepReader:
 
     The learning rates are the step without momentum divided by the gradient of this step. Momentum
     is removed for SGD, RMSprop, :class:`KFAC`, :class:`LanczosNewton`, :class:`SpectralSGD`, Adam
-    and the adaptive optimisers of ritz. For other optimisers with momentum and for
-    :class:`Lookahead` around momentum, the learning rates and :math:`R` are NaN. Weight decay is reported separately. Decoupled decay is
-    :math:`-\alpha\gamma w`. An L2 term is preconditioned together with the gradient, so its part of
-    the update is the fraction :math:`\gamma u_i^\top w / u_i^\top (g + \gamma w)`.
+    and the adaptive optimisers of ritz. For other optimisers with momentum, and for
+    :class:`Lookahead` around momentum, the learning rates and :math:`R` are NaN.
+
+    Weight decay is reported separately. Decoupled decay is :math:`-\alpha\gamma w`. An L2 term is
+    preconditioned together with the gradient, so its part of the update is the fraction
+    :math:`\gamma u_i^\top w / u_i^\top (g + \gamma w)` of the step without momentum. It is NaN
+    where the rates are.
 
     Args:
         optimizer: Any optimiser. A hook is registered with it.
@@ -219,7 +222,10 @@ class StepReader:
         after = _flatten(params.values())
         sizes = [p.numel() for p in params.values()]
         update, full = (
-            {p: part.view_as(p) for p, part in zip(params.values(), vector.split(sizes), strict=True)}
+            {
+                p: part.view_as(p)
+                for p, part in zip(params.values(), vector.split(sizes), strict=True)
+            }
             for vector in (after - before - decay, gradient + coupled)
         )
         step = without_momentum(
@@ -240,13 +246,10 @@ class StepReader:
 
     def note(self) -> None:
         """Store the current weights and momentum buffers as those before the next step."""
-        state = self.optimizer.state
-        for group in self.optimizer.param_groups:
-            for p in (p for p in group["params"] if p.requires_grad):
+        self.buffers = momentum_buffers(self.optimizer)
+        for p in parameters(self.optimizer):
+            if p.requires_grad:
                 self.before[p] = p.detach().clone()
-                if group.get("momentum"):
-                    buffer = state.get(p, {}).get("momentum_buffer")
-                    self.buffers[p] = torch.zeros_like(p) if buffer is None else buffer.clone()
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.note()

@@ -62,7 +62,7 @@ def checked_settings(options: Mapping[str, Any]) -> Settings:
 
 
 # Inverses with factored damping are computed again if the damping has changed by more than this
-# factor. It is below the 3/2 of Levenberg and Marquardt's rule, which has to see what a change does.
+# factor. It is below the 3/2 of Levenberg and Marquardt, whose rule has to see what a change does.
 OUTDATED = 1.4
 
 

@@ -84,8 +84,8 @@ class KFAC(Optimizer):
 
             ``damping``: ``factored`` (default),
             :math:`(S + \frac{\sqrt\delta}{\pi} I) \otimes (A + \pi \sqrt\delta I)`, or ``exact``.
-            With ``factored``, the inverses are also updated as soon as :math:`\delta` has changed by
-            a factor of 1.4.
+            With ``factored``, the inverses are also updated as soon as :math:`\delta` has changed
+            by a factor of 1.4.
 
             ``factor_every`` (10) and ``inverse_every`` (100): Steps between updates.
             ``factor_decay`` (0.95): Decay of the running averages, which are plain means at first.
