@@ -23,9 +23,8 @@ from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance, shrinkage, stable_rate
 from ritz.measures._shared import preconditioned_curvature
 from ritz.optim._curvature_optimizer import TracedMatrix, finite_loss, optimizer_risk
-from ritz.optim._edge import group_update
+from ritz.optim._groups import group_update, learning_rate
 from ritz.optim._momentum import momentum_buffers, without_momentum
-from ritz.optim._step_reader import learning_rate
 from ritz.spectra import lanczos, trace
 
 RULES = get_args(DampingRule)

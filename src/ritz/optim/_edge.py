@@ -9,10 +9,10 @@ from torch.optim import SGD, Optimizer
 
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.measures import stable_rate
-from ritz.measures._shared import OptimizerName, divisors, scaled_operator
-from ritz.optim._momentum import ADAPTIVE
+from ritz.measures._shared import divisors, scaled_operator
+from ritz.optim._adaptive import ADAPTIVE
+from ritz.optim._groups import group_update, has_decoupled_decay, learning_rate
 from ritz.optim._spectral import SpectralSGD
-from ritz.optim._step_reader import has_decoupled_decay, learning_rate
 
 PLAIN = (SGD, SpectralSGD)
 
@@ -111,18 +111,6 @@ def update_settings(optimizer: Optimizer, name: str = "") -> tuple[str, float, f
         return "kfac", float(group.get("momentum", 0.0)), rate
     kind, momentum, _ = group_update(group)
     return kind, momentum, rate
-
-
-def group_update(group: dict[str, Any]) -> tuple[OptimizerName, float, float]:
-    """Return the kind of update of a group, as in :func:`ritz.advise`, momentum and dampening."""
-    if "betas" in group:
-        return "adam", float(group["betas"][0]), 0.0
-    momentum = float(group.get("momentum", 0.0))
-    if group.get("nesterov"):
-        return "nesterov", momentum, 0.0
-    if not momentum:
-        return "sgd", 0.0, 0.0
-    return "momentum", momentum, float(group.get("dampening", 0.0))
 
 
 def _is_common(optimizer: Optimizer) -> bool:

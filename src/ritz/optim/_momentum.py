@@ -5,25 +5,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Optimizer, RMSprop
 
 from ritz.curvature import Risk
 from ritz.measures._shared import divisors
-from ritz.optim._adaptive import DampedAdamW, Gadam, GadamX, Padam, PadamW
+from ritz.optim._adaptive import ADAPTIVE
+from ritz.optim._groups import momentum_of
 from ritz.optim._kfac import KFAC, curvature_of
 from ritz.optim._newton import LanczosNewton
 from ritz.optim._spectral import SpectralSGD
 
-# Optimisers that divide a mean of gradients by a function of a mean of squares.
-ADAPTIVE = (Adam, AdamW, Padam, PadamW, DampedAdamW, Gadam, GadamX)
 # Optimisers that add directions to a heavy-ball buffer. SGD includes that with noise.
 HEAVY_BALL = (SGD, SpectralSGD, LanczosNewton, KFAC, RMSprop)
-
-
-def momentum_of(group: Mapping[str, Any]) -> float:
-    """Return the momentum of a group, or beta_1 of Adam."""
-    betas = group.get("betas")
-    return float(betas[0]) if betas else float(group.get("momentum") or 0.0)
 
 
 def momentum_buffers(optimizer: Optimizer) -> dict[Tensor, Tensor]:

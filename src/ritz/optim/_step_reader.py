@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from ritz._core.blocks import inner_products
 from ritz._core.checks import check_finite, check_tensor
@@ -15,10 +15,8 @@ from ritz._core.params import check_optimizer, parameters
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature_optimizer import optimizer_risk
+from ritz.optim._groups import has_decoupled_decay, learning_rate
 from ritz.optim._momentum import momentum_buffers, without_momentum
-
-# Parts of class names of torch optimisers whose weight decay is decoupled.
-DECOUPLED = ("AdamW", "Adafactor", "Muon")
 
 
 @storable
@@ -257,25 +255,6 @@ class StepReader:
 
 def _flatten(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts])
-
-
-def learning_rate(group: dict[str, Any]) -> float:
-    """Return the learning rate of a group. 0 if SpectralSGD has not measured it yet."""
-    # The lr of SpectralSGD is a factor of the measured rate, which is None at first.
-    return float(group.get("lr", 0.0)) * (group.get("rate", 1.0) or 0.0)
-
-
-def has_decoupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Return whether weight decay is decoupled from the gradient."""
-    if "decoupled_weight_decay" in group:
-        return bool(group["decoupled_weight_decay"])
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner  # inside Lookahead
-    if isinstance(optimizer, SGD):  # also with noise, in this package
-        return False
-    # torch.optim.RMSprop and Adagrad add an L2 term. The other optimisers of ritz never do.
-    kind = type(optimizer)
-    return kind.__module__.startswith("ritz.") or any(name in kind.__name__ for name in DECOUPLED)
 
 
 def _split_decay(reading: StepReading, coupled: Tensor) -> StepReading:

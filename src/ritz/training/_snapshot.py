@@ -131,10 +131,7 @@ class Memory:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors to save, by their order in the optimiser where they belong to it."""
         state = {"vectors": dict(self.vectors), "initial": _numbered(self._initial)}
-        if self.reader is not None:
-            state["before"] = _numbered(self.reader.before)
-            state["buffers"] = _numbered(self.reader.buffers)
-        return state
+        return state | ({"before": _numbered(self.reader.before)} if self.reader else {})
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Continue from the tensors of :meth:`state_dict`, of the same model and optimiser."""
@@ -143,7 +140,6 @@ class Memory:
         if self.reader is not None:
             self.reader.note()
             _restore(self.reader.before, state.get("before", {}))
-            _restore(self.reader.buffers, state.get("buffers", {}))
 
 
 def _numbered(tensors: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
