@@ -1,6 +1,7 @@
 """Rules that set the damping of an optimiser, against dense matrices."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,13 +196,22 @@ def test_adaptive_damping_is_not_below_that_of_the_edge_of_stability():
     assert damping.values()[0] >= least
 
 
-def test_negative_mean_eigenvalues_are_reported_with_their_matrix(monkeypatch):
+@pytest.mark.parametrize(
+    ("mean", "matrix", "match"),
+    [
+        (-1.0, "hessian", r"got -0\.0833 of the hessian: use matrix='ggn'"),
+        (float("nan"), "ggn", "got nan of the ggn: the training has probably diverged"),
+    ],
+)
+def test_a_matrix_that_cannot_be_shrunk_is_reported_with_its_cause(
+    mean, matrix, match, monkeypatch
+):
     model, data = logistic()
-    negative = torch.tensor(-1.0, dtype=torch.float64)
-    monkeypatch.setattr(_damping, "trace", lambda *_, **__: type("E", (), {"mean": negative}))
+    estimate = SimpleNamespace(mean=torch.tensor(mean, dtype=torch.float64))
+    monkeypatch.setattr(_damping, "trace", lambda *_, **__: estimate)
 
-    with pytest.raises(ValueError, match=r"got -0\.0833 of the hessian: use matrix='ggn'"):
-        _damping.shrinkage_damping(Risk(model, cross_entropy, data), 0.1, matrix="hessian")
+    with pytest.raises(ValueError, match=match):
+        _damping.shrinkage_damping(Risk(model, cross_entropy, data), 0.1, matrix=matrix)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow),

@@ -338,12 +338,12 @@ def shrinkage_damping(
     size = risk.space.size
     op = curvature_operator(risk, matrix)
     mean = float(trace(op, method="hutchinson", **probes).mean) / size
-    if mean == 0:  # saturated outputs: there is nothing to shrink
+    if math.isnan(mean) or (mean < 0 and matrix == "hessian"):
+        hint = "use matrix='ggn'" if mean < 0 else "the training has probably diverged"
+        raise ValueError("damping by shrinkage needs a mean eigenvalue that is not negative, got "
+                         f"{mean:.3g} of the {matrix}: {hint}")  # fmt: skip
+    if mean <= 0:  # outputs are saturated: there is nothing to shrink, apart from roundoff
         return 0.0
-    if not mean > 0:
-        hint = ": use matrix='ggn'" if matrix == "hessian" else ", so the training has diverged"
-        raise ValueError(f"damping by shrinkage needs a mean eigenvalue that is not negative, got "
-                         f"{mean:.3g} of the {matrix}{hint}")  # fmt: skip
     parts = shrinkage(risk, batch_sizes=[1], matrix=matrix, **probes)
     noise = size * float(parts.variance.mean) * inverse
     # A distance below its standard error is replaced by the standard error.
