@@ -316,6 +316,21 @@ def test_factors_and_inverses_are_updated_on_schedule():
     assert changes == [*expected, *expected, {"factor", "inverse"}]
 
 
+@pytest.mark.parametrize("factor", [1.2, 0.1, 10.0])
+def test_factored_inverses_follow_a_damping_that_changes_much(factor):
+    """Otherwise rules of the damping would act on inverses that are up to 100 steps old."""
+    model, x, y = built(small_network), noise(5, 3), labels(3, 5)
+    optimizer = KFAC(model, lr=0.1, delta=0.1)
+    take_step(model, optimizer, x, y)
+    block = curvature(optimizer)["0"]
+    before = block.inverse["inputs_inverse"].clone()
+
+    optimizer.param_groups[0]["delta"] = 0.1 * factor
+    take_step(model, optimizer, x, y)
+
+    assert torch.equal(before, block.inverse["inputs_inverse"]) == (factor == 1.2)
+
+
 def test_averages_are_plain_means_that_become_exponential():
     model = built(small_network)
     optimizer = KFAC(model, lr=0.0, factor_decay=0.5, **ALL_STEPS)

@@ -1,12 +1,22 @@
 """Steps of optimisers along eigenvectors, against dense eigenvectors."""
 
+import math
+
 import pytest
 import torch
 from optim.second_order_cases import network, samples, weights
 from torch.nn.functional import cross_entropy
 
 from ritz.curvature import Risk, hessian
-from ritz.optim import DampedAdamW, LanczosNewton, Lookahead, SpectralSGD, StepReader, read_step
+from ritz.optim import (
+    KFAC,
+    DampedAdamW,
+    LanczosNewton,
+    Lookahead,
+    SpectralSGD,
+    StepReader,
+    read_step,
+)
 
 
 def taken(make, *, decay=0.0):
@@ -153,3 +163,86 @@ def test_readings_name_a_vector_that_does_not_fit(changes, error, match):
     parts |= dict.fromkeys(("gradient", "before", "after"), torch.ones(5)) | changes
     with pytest.raises(error, match=match):
         read_step(parts.pop("values"), parts.pop("vectors"), **parts)
+
+
+def several(make, *, steps=4, decay=0.0):
+    """The reading of the last of several steps, and its parts."""
+    model, data = network(), samples(64)
+    optimizer = make(model)
+    reader = StepReader(optimizer)
+    for step in range(steps):
+        batch = tuple(part[16 * step : 16 * step + 16] for part in data)
+        risk = Risk(model, cross_entropy, [batch])
+        values, vectors = torch.linalg.eigh(hessian(risk).dense())
+        if hasattr(optimizer, "update_curvature"):
+            optimizer.update_curvature(risk)
+        optimizer.zero_grad()
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+    return reader.read(risk, values[-6:], vectors[:, -6:]), values[-6:], vectors[:, -6:], risk
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_momentum_does_not_change_the_rates_of_sgd(nesterov, decay):
+    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov, "weight_decay": decay}
+
+    reading, *_ = several(lambda model: torch.optim.SGD(model.parameters(), **settings))
+
+    torch.testing.assert_close(reading.rates, torch.full((6,), 0.1, dtype=torch.float64))
+    assert reading.curvature_ratio == pytest.approx(1.0)
+
+
+def test_momentum_does_not_change_the_rates_of_a_newton_step():
+    readings = [
+        several(lambda model, m=momentum: LanczosNewton(
+            model.parameters(), 0.5, delta=0.2, num_steps=43, momentum=m), steps=2)
+        for momentum in (0.0, 0.9)
+    ]  # fmt: skip
+
+    for reading, values, *_ in readings:
+        torch.testing.assert_close(reading.rates, 0.5 / (values.abs() + 0.2), rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_momentum_does_not_change_the_rates_of_kfac(momentum):
+    """With a large damping K-FAC is SGD with the learning rate alpha / delta."""
+    reading, *_ = several(lambda model: KFAC(model, lr=1e3, delta=1e5, momentum=momentum))
+
+    assert reading.curvature_ratio == pytest.approx(1.0, rel=0.05)
+    assert reading.flat_rate == pytest.approx(0.01, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, DampedAdamW])
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_the_rates_of_adam_are_those_of_its_divisors(kind, beta):
+    made = []
+
+    def make(model):
+        made.append(kind(model.parameters(), lr=0.01, betas=(beta, 0.99)))
+        return made[0]
+
+    reading, _, vectors, _ = several(make)
+
+    states = [made[0].state[p] for p in made[0].param_groups[0]["params"]]
+    root = torch.cat([state["exp_avg_sq"].flatten() for state in states]) / (1 - 0.99**4)
+    # The order of the parameters of the network is that of the risk.
+    g = torch.cat([p.grad.flatten() for p in made[0].param_groups[0]["params"]])
+    expected = (vectors.T @ (0.01 * g / (root.sqrt() + 1e-8))) / (vectors.T @ g)
+    torch.testing.assert_close(reading.rates, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
+        lambda model: Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
+    ],
+)
+def test_rates_are_nan_where_the_momentum_is_not_known(make):
+    reading, *_ = several(make)
+
+    assert bool(reading.rates.isnan().all())
+    assert math.isnan(reading.curvature_ratio)
+    assert math.isnan(reading.flat_rate)
+    assert bool(reading.update.isfinite().all())

@@ -106,10 +106,13 @@ class TrainingConfig:
     damping: DampingRule = _option("constant", "Rule for the damping delta of an optimiser that "
                                    "has one. ratio keeps delta / learning rate constant; "
                                    "shrinkage and noise measure delta on training samples (best "
-                                   "shrinkage of a batch matrix; least damping that is stable); "
-                                   "adaptive compares each step with its quadratic model.", RATE)
+                                   "shrinkage of a batch matrix; least damping under its noise); "
+                                   "adaptive compares each step with its quadratic model. These "
+                                   "three never set less than the edge of stability needs.", RATE)
     damping_interval: int | None = _option(None, "Number of steps between measurements of the "
-                                           "damping (default: an epoch; for adaptive 5).", RATE,
+                                           "damping after the first, more frequent ones (default: "
+                                           "an epoch; for adaptive, steps that are compared: 5).",
+                                           RATE,
                                            low=1)
     curvature_batch_size: int | None = _option(None, "Number of samples from which the curvature "
                                                "is measured, for optimisers that need it (default: "

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypedDict, Unpack, final, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Adam, AdamW
 from torch.optim.adam import adam
 from torch.optim.optimizer import (
     Optimizer,
@@ -506,3 +507,7 @@ class DampedAdamW(AdaptiveOptimizer):
         **flags: Unpack[Flags],
     ) -> None:
         super().__init__(params, flags, lr, betas, delta, weight_decay, partial=0.5)
+
+
+# Optimisers that divide a running mean of gradients by a function of a running mean of squares.
+ADAPTIVE = (Adam, AdamW, Padam, PadamW, DampedAdamW, Gadam, GadamX)

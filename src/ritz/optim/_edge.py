@@ -5,16 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.measures import stable_rate
 from ritz.measures._shared import divisors, scaled_operator
-from ritz.optim._adaptive import DampedAdamW, Gadam, GadamX, Padam, PadamW
+from ritz.optim._adaptive import ADAPTIVE
+from ritz.optim._groups import group_update, has_decoupled_decay, learning_rate
 from ritz.optim._spectral import SpectralSGD
-from ritz.optim._step_reader import has_decoupled_decay, learning_rate
 
-ADAPTIVE = (Adam, AdamW, Padam, PadamW, DampedAdamW, Gadam, GadamX)
 PLAIN = (SGD, SpectralSGD)
 
 
@@ -82,17 +81,9 @@ def edge(optimizer: Optimizer, risk: Risk) -> Edge | None:
     adaptive = type(optimizer) in ADAPTIVE
     if not (adaptive or isinstance(optimizer, PLAIN)) or not _is_common(optimizer):
         return None
-    group = optimizer.param_groups[0]
-    kind, momentum, _ = update_settings(optimizer)
+    kind, momentum, dampening = group_update(optimizer.param_groups[0])
     # stable_rate of a unit curvature is 2 f.
-    limit = 0.5 * float(
-        stable_rate(
-            1.0,
-            optimizer=kind,  # type: ignore[arg-type]
-            momentum=momentum,
-            dampening=float(group.get("dampening", 0.0)) if kind == "momentum" else 0.0,
-        )
-    )
+    limit = 0.5 * float(stable_rate(1.0, optimizer=kind, momentum=momentum, dampening=dampening))
     columns = _columns(optimizer, risk)
     if columns is None:
         return None
@@ -118,10 +109,7 @@ def update_settings(optimizer: Optimizer, name: str = "") -> tuple[str, float, f
     rate = learning_rate(group)
     if "kfac" in name:
         return "kfac", float(group.get("momentum", 0.0)), rate
-    if "betas" in group:
-        return "adam", float(group["betas"][0]), rate
-    momentum = float(group.get("momentum", 0.0))
-    kind = "nesterov" if group.get("nesterov") else "momentum" if momentum else "sgd"
+    kind, momentum, _ = group_update(group)
     return kind, momentum, rate
 
 

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from ritz._core.blocks import inner_products
 from ritz._core.checks import check_finite, check_tensor
@@ -15,9 +15,8 @@ from ritz._core.params import check_optimizer, parameters
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature_optimizer import optimizer_risk
-
-# Parts of class names of torch optimisers whose weight decay is decoupled.
-DECOUPLED = ("AdamW", "Adafactor", "Muon")
+from ritz.optim._groups import has_decoupled_decay, learning_rate
+from ritz.optim._momentum import momentum_buffers, without_momentum
 
 
 @storable
@@ -28,14 +27,18 @@ class StepReading:
     Attributes:
         values: Eigenvalues :math:`\lambda_i`, ``(k,)``, float64.
         gradient: :math:`u_i^\top g`, ``(k,)``.
-        update: :math:`u_i^\top (w_{t+1} - w_t)` without the decay, ``(k,)``.
+        update: :math:`u_i^\top (w_{t+1} - w_t)` without the decay, ``(k,)``. It includes momentum.
         decay: :math:`u_i^\top` of the part of the step that is weight decay, ``(k,)``.
-        rates: Effective learning rates :math:`-\text{update}_i / \text{gradient}_i`, ``(k,)``.
+        rates: Effective learning rates :math:`-u_i^\top \Delta / u_i^\top g`, ``(k,)``, where
+            :math:`\Delta` is the step without momentum. NaN if the momentum of the optimiser is not
+            known.
         flat_rate: Effective learning rate :math:`-\Delta_\perp^\top g_\perp / \|g_\perp\|^2`, from
-            the parts of update and gradient that are orthogonal to all eigenvectors.
+            the parts of :math:`\Delta` and gradient that are orthogonal to all eigenvectors.
         curvature_ratio: Estimated-curvature ratio :math:`R`: ``flat_rate`` divided by the learning
-            rate along the eigenvector of the largest eigenvalue. It is 1 for SGD and
-            :math:`(\lambda_1 + \delta)/\delta` for a damped Newton step.
+            rate along the eigenvector of the largest eigenvalue. It is 1 for SGD with and without
+            momentum, and :math:`(\lambda_1 + \delta)/\delta` for a damped Newton step. The divisors
+            of Adam mix eigenvectors, so that its rate along one depends on the gradient along the
+            others. Its :math:`R` is noisy and may be negative: average it over many steps.
         turn: :math:`u_i^\top (\hat w_{t+1} - \hat w_t)` with the directions
             :math:`\hat w = w/\|w\|`, ``(k,)``. It is the part of the step that matters if the
             outputs do not depend on :math:`\|w\|`.
@@ -69,6 +72,7 @@ def read_step(
     before: Tensor,
     after: Tensor,
     decay: Tensor | None = None,
+    without_momentum: Tensor | None = None,
 ) -> StepReading:
     r"""Return gradient, update, decay and effective learning rates of a step along eigenvectors.
 
@@ -85,6 +89,9 @@ def read_step(
         before: Weights :math:`w_t`, ``(P,)``.
         after: Weights :math:`w_{t+1}`, ``(P,)``.
         decay: The part of the step that is weight decay, ``(P,)``. Defaults to zero.
+        without_momentum: The step :math:`\Delta` that this gradient makes without momentum,
+            ``(P,)``, from which the learning rates are computed. Defaults to the update without the
+            decay, which is correct for optimisers without momentum.
 
     Reference: Granziol et al. (2020), Explaining the adaptive generalisation gap, equations 10 and
     11; Granziol, *Spectral Machine Learning*, equations 6.7 and 6.8.
@@ -92,23 +99,26 @@ def read_step(
     check_finite("vectors", vectors)
     decay = torch.zeros_like(before) if decay is None else decay
     rows: dict[str, Any] = {"gradient": gradient, "before": before, "after": after, "decay": decay}
+    if without_momentum is not None:
+        rows["without_momentum"] = without_momentum
     kind: Any = {"dtype": vectors.dtype, "device": vectors.device, "rows": len(vectors)}
     for name, vector in rows.items():
         check_tensor(name, vector, **kind, like="vectors")
     if values.shape != vectors.shape[1:]:
         raise ValueError(f"values must be ({vectors.shape[1]},), got {tuple(values.shape)}")
-    # w_{t+1} - w_t = - sum_i alpha_i u_i u_i' g, without the decay.
+    # w_{t+1} - w_t = - sum_i alpha_i u_i u_i' g, without decay and momentum.
     update = after - before - decay
-    along = {"gradient": gradient, "update": update, "decay": decay}
+    step = update if without_momentum is None else without_momentum
+    along = {"gradient": gradient, "update": update, "decay": decay, "step": step}
     inside = {name: inner_products(vectors, vector) for name, vector in along.items()}
     # The parts orthogonal to the eigenvectors.
-    g, d = (along[name] - vectors @ inside[name].to(vectors) for name in ("gradient", "update"))
+    g, d = (along[name] - vectors @ inside[name].to(vectors) for name in ("gradient", "step"))
     # Their learning rate by least squares: alpha = -d'g / g'g.
     square = float(g.double().square().sum())
     flat = -float(d.double() @ g.double()) / square if square else math.nan
     parts = {name: part.cpu() for name, part in inside.items()}
     # Equation 11: alpha_i = - u_i'(w_{t+1} - w_t) / u_i'g.
-    rates = -parts["update"] / parts["gradient"]
+    rates = -parts.pop("step") / parts["gradient"]
     sharp = float(rates[values.argmax()])
     # Layers before a normalisation depend on the direction of the weights alone.
     size, former = (float(vector.double().norm()) for vector in (after, before))
@@ -127,7 +137,8 @@ def read_step(
 class StepReader:
     r"""Read the last step of any optimiser along eigenvectors of the curvature.
 
-    It copies the weights before each step (one vector), and reads gradients and weights after it::
+    It copies the weights before each step (one vector, and another one of momentum buffers), and
+    reads gradients and weights after it::
 
         reader = StepReader(optimizer)
         for step, batch in enumerate(batches):
@@ -138,22 +149,29 @@ class StepReader:
                 pairs = ritz.eigenpairs(ritz.hessian(risk), largest=10)
                 print(reader.read(risk, pairs.values, pairs.vectors))
 
-    The learning rates are the update divided by the gradient of this step. With momentum, the
-    update contains earlier gradients too. Weight decay is reported separately. Decoupled decay is
-    :math:`-\alpha\gamma w`. An L2 term is preconditioned together with the gradient, so its part of
-    the update is the fraction :math:`\gamma u_i^\top w / u_i^\top (g + \gamma w)`.
+    The learning rates are the step without momentum divided by the gradient of this step. Momentum
+    is removed for SGD, RMSprop, :class:`KFAC`, :class:`LanczosNewton`, :class:`SpectralSGD`, Adam
+    and the adaptive optimisers of ritz. For other optimisers with momentum, and for
+    :class:`Lookahead` around momentum, the learning rates and :math:`R` are NaN.
+
+    Weight decay is reported separately. Decoupled decay is :math:`-\alpha\gamma w`. An L2 term is
+    preconditioned together with the gradient, so its part of the update is the fraction
+    :math:`\gamma u_i^\top w / u_i^\top (g + \gamma w)` of the step without momentum. It is NaN
+    where the rates are.
 
     Args:
         optimizer: Any optimiser. A hook is registered with it.
 
     Attributes:
         before: The weights before the last step, by parameter.
+        buffers: The momentum buffers before the last step, by parameter; zero before the first.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self.before: dict[Tensor, Tensor] = {}
+        self.buffers: dict[Tensor, Tensor] = {}
         self._hook = optimizer.register_step_pre_hook(self._note)
 
     def close(self) -> None:
@@ -199,18 +217,34 @@ class StepReader:
                 decay[part] = -learning_rate(group[p]) * factor * before[part]
             else:
                 coupled[part] = factor * before[part]
+        after = _flatten(params.values())
+        sizes = [p.numel() for p in params.values()]
+        update, full = (
+            {
+                p: part.view_as(p)
+                for p, part in zip(params.values(), vector.split(sizes), strict=True)
+            }
+            for vector in (after - before - decay, gradient + coupled)
+        )
+        step = without_momentum(
+            self.optimizer, risk, update=update, gradient=full, buffers=self.buffers
+        )
         reading = read_step(
             values,
             vectors,
             gradient=gradient + coupled,
             before=before,
-            after=_flatten(params.values()),
+            after=after,
             decay=decay,
+            without_momentum=(
+                torch.full_like(before, math.nan) if step is None else _flatten(step.values())
+            ),
         )
         return _split_decay(reading, inner_products(vectors, coupled).cpu())
 
     def note(self) -> None:
-        """Store the current weights as those before the next step."""
+        """Store the current weights and momentum buffers as those before the next step."""
+        self.buffers = momentum_buffers(self.optimizer)
         for p in parameters(self.optimizer):
             if p.requires_grad:
                 self.before[p] = p.detach().clone()
@@ -221,25 +255,6 @@ class StepReader:
 
 def _flatten(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts])
-
-
-def learning_rate(group: dict[str, Any]) -> float:
-    """Return the learning rate of a group. 0 if SpectralSGD has not measured it yet."""
-    # The lr of SpectralSGD is a factor of the measured rate, which is None at first.
-    return float(group.get("lr", 0.0)) * (group.get("rate", 1.0) or 0.0)
-
-
-def has_decoupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Return whether weight decay is decoupled from the gradient."""
-    if "decoupled_weight_decay" in group:
-        return bool(group["decoupled_weight_decay"])
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner  # inside Lookahead
-    if isinstance(optimizer, SGD):  # also with noise, in this package
-        return False
-    # torch.optim.RMSprop and Adagrad add an L2 term. The other optimisers of ritz never do.
-    kind = type(optimizer)
-    return kind.__module__.startswith("ritz.") or any(name in kind.__name__ for name in DECOUPLED)
 
 
 def _split_decay(reading: StepReading, coupled: Tensor) -> StepReading:

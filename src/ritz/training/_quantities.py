@@ -592,7 +592,8 @@ def _(snapshot: Snapshot) -> Record:
 
 @register_quantity(
     "step",
-    "gradient, update, weight decay and effective learning rates of the last step, by eigenvector",
+    "gradient, update, weight decay and learning rates (without momentum) of the last step, by "
+    "eigenvector",
     group="steps",
     parts=["step"],
     cost=lambda settings: TUNING.product * settings.num_steps,

@@ -24,6 +24,10 @@ from ritz.training._optimizers import nested
 MEASURED = 1024
 # Steps between adaptations of the damping: T1 = 5 of Martens and Grosse (2015), section 6.5.
 ADAPTED = 5
+# Steps between measurements of its bound, if the data have no length.
+UNKNOWN_LENGTH = 500
+# Rules with a measurement on a sample of the data.
+MEASURED_RULES = ("shrinkage", "noise", "adaptive")
 
 
 class DivergedError(ValueError):
@@ -79,8 +83,11 @@ class StepCurvature:
             matrix="hessian" if loss_fn is None else "ggn",
             seed=config.seed,
         )
-        usual = ADAPTED if config.damping == "adaptive" else length
-        self._interval = config.damping_interval or usual
+        # HessianFree adapts its damping itself.
+        adaptive = config.damping == "adaptive"
+        self._adapts_itself = adaptive and getattr(chain[-1], "adapts_damping", False)
+        # The bound of the adaptive damping is measured as often as the other rules measure.
+        self._interval = length or UNKNOWN_LENGTH if adaptive else config.damping_interval or length
         self._risks: dict[str, Risk] = {}
 
     @property
@@ -93,7 +100,8 @@ class StepCurvature:
 
     def is_due(self, step: int) -> bool:
         """Return whether anything is measured before a step; ``step`` were taken so far."""
-        return self._is_measured(step) or any(one.curvature_due(step) for one in self._curved)
+        curved = any(one.curvature_due(step) for one in self._curved)
+        return curved or self._is_measured(step) or self._is_adapted(step)
 
     @contextmanager
     def around(self, batches: Sequence[Any], step: int, *, epoch: int) -> Iterator[None]:
@@ -104,15 +112,17 @@ class StepCurvature:
             step: Number of steps taken so far.
             epoch: Number of the epoch, counted from one, which may have its own batch size.
         """
-        adapted = self._config.damping == "adaptive" and self._is_measured(step)
-        # delta / alpha is constant, so delta follows the schedule in every step.
-        if self._config.damping == "ratio":
+        rule, adapted = self._config.damping, self._is_adapted(step)
+        measured = self._is_measured(step)
+        # delta follows the schedule of the learning rate in every step.
+        follows = rule in MEASURED_RULES and not measured and not self._adapts_itself
+        if rule == "ratio" or follows:
             self.damping.step()
         if not self.is_due(step):
             yield
             return
         try:
-            if self._is_measured(step) and not adapted:
+            if measured:
                 self.damping.batch_size = self._samples_per_step(batches, epoch)
                 self.damping.step(self._sample())
             self._update(batches, step)
@@ -152,13 +162,19 @@ class StepCurvature:
             return False  # the batch cannot be evaluated at all
         return good and not all(bool(torch.isfinite(loss)) for loss in losses)
 
+    def _is_adapted(self, step: int) -> bool:
+        every = self._config.damping_interval or ADAPTED
+        return self._config.damping == "adaptive" and step % every == 0
+
     def _is_measured(self, step: int) -> bool:
-        # These two follow from the learning rate, without a measurement.
-        if self._config.damping in ("constant", "ratio"):
+        if self._config.damping not in MEASURED_RULES or self._adapts_itself:
             return False
         if self._interval is None:
             raise ValueError("damping_interval is required: the data have no length")
-        return step % self._interval == 0
+        # The curvature of initial weights changes most in the first steps, so that it is measured
+        # at steps 1, 2, 4, 8 and so on of the first interval.
+        early = step < self._interval and step & (step - 1) == 0
+        return early or step % self._interval == 0 or not self.damping.is_measured
 
     def _curvature_risk(self, batches: Sequence[Any], step: int) -> Risk:
         size, config = self._config.curvature_batch_size, self._config

@@ -109,6 +109,7 @@ class Block(ABC):
         columns: Matrices :math:`X` whose products :math:`X X^\top` belong to the sums.
         average: Running averages.
         inverse: The tensors that :meth:`precondition` reads.
+        inverse_delta: Damping with which the inverse was computed. ``None`` if not known.
         updates: Number of steps that entered the averages.
     """
 
@@ -122,6 +123,7 @@ class Block(ABC):
         self.columns: dict[str, list[Tensor]] = {}
         self.average: Tensors = {}
         self.inverse: Tensors = {}
+        self.inverse_delta: float | None = None
         self.updates = 0
         self.samples = self.rows = 0
         self._calls = 0  # calls whose derivatives have not arrived

@@ -62,6 +62,11 @@ def checked_settings(options: Mapping[str, Any]) -> Settings:
     return Settings(**options)
 
 
+# Inverses with factored damping are computed again if the damping has changed by more than this
+# factor. It is below the 3/2 of Levenberg and Marquardt, whose rule has to see what a change does.
+OUTDATED = 1.4
+
+
 @final
 class Curvature:
     """The curvature of the parameters of an optimiser, and products with its damped inverse.
@@ -188,6 +193,8 @@ class Curvature:
                 self._invert(gains, deltas)
             for block in self.blocks:
                 block.clear()
+        elif any(self._is_outdated(block, deltas[block]) for block in self.blocks):
+            self._invert({}, deltas)
         self.steps += 1
         self._arm()
         with arithmetic(self.settings.precision):
@@ -299,9 +306,20 @@ class Curvature:
     # --------------------------------------------------------------------------------------
     # Inverses, divided among the processes.
 
+    def _is_outdated(self, block: Block, delta: float) -> bool:
+        """Return whether the inverse was computed with a different damping."""
+        if block.reads_delta or block.inverse_delta is None:
+            return False
+        return not 1 / OUTDATED <= delta / block.inverse_delta <= OUTDATED
+
     def _invert(self, gains: dict[Block, float], deltas: dict[Block, float]) -> None:
-        due = self.steps % self.settings.inverse_every == 0
-        blocks = [block for block in self.blocks if block.average and (due or not block.inverse)]
+        due = self.steps % self.settings.inverse_every == 0 and bool(gains)
+        blocks = [
+            block
+            for block in self.blocks
+            if block.average
+            and (due or not block.inverse or self._is_outdated(block, deltas[block]))
+        ]
         # Every process computes the same assignment, without communication.
         process = _divide(blocks)
         # Never TF32, whose roundoff would exceed small eigenvalues.
@@ -317,6 +335,7 @@ class Curvature:
             if isinstance(block, KroneckerBlock):
                 block.rotate(inverse)
             block.adopt(inverse)
+            block.inverse_delta = deltas[block]
         self._add_first_scales(blocks, gains)
 
     def _add_first_scales(self, blocks: list[Block], gains: dict[Block, float]) -> None:
@@ -339,6 +358,9 @@ class Curvature:
             if block.average:
                 # Tensors, for torch.load with weights_only and for distributed checkpoints.
                 entry = {"updates": torch.tensor(block.updates), "steps": torch.tensor(self.steps)}
+                if block.inverse_delta is not None:
+                    damping = torch.tensor(block.inverse_delta, dtype=torch.float64)
+                    entry["inverse_delta"] = damping
                 entry |= block.average | block.inverse
                 named = {f"{PREFIX}{name}": value for name, value in entry.items()}
                 optimizer.state[block.anchor] |= named
@@ -364,6 +386,8 @@ class Curvature:
             entry = dict(self._loaded.get(block.anchor, {}))
             block.updates = int(entry.pop("updates", 0))
             self.steps = max(self.steps, int(entry.pop("steps", 0)))
+            damping = entry.pop("inverse_delta", None)
+            block.inverse_delta = None if damping is None else float(damping)
             block.load({k: v.to(block.device, block.dtype, copy=True) for k, v in entry.items()})
         self._loaded = {}
         self._arm()

@@ -84,8 +84,9 @@ class KFAC(Optimizer):
             :meth:`observe`.
 
             ``damping``: ``factored`` (default),
-            :math:`(S + \frac{\sqrt\delta}{\pi} I) \otimes (A + \pi \sqrt\delta I)`, where a new
-            :math:`\delta` has an effect when the inverses are updated, or ``exact``.
+            :math:`(S + \frac{\sqrt\delta}{\pi} I) \otimes (A + \pi \sqrt\delta I)`, or ``exact``.
+            With ``factored``, the inverses are also updated as soon as :math:`\delta` has changed
+            by a factor of 1.4.
 
             ``factor_every`` (10) and ``inverse_every`` (100): Steps between updates.
             ``factor_decay`` (0.95): Decay of the running averages, which are plain means at first.
