@@ -94,9 +94,15 @@ class Replayed:
         """Number of graphs that were recorded."""
         return len(self._recorded)
 
-    def __call__(self, values: Values, *inputs: Tensor) -> Sequence[Tensor]:
-        """Return the tensors that the function returns for the values and the inputs."""
-        if not inputs[0].is_cuda or torch.cuda.is_current_stream_capturing():
+    def __call__(self, values: Values, /, *inputs: Tensor, replay: bool = True) -> Sequence[Tensor]:
+        """Return the tensors that the function returns for the values and the inputs.
+
+        Args:
+            values: Inputs that stay the same for many calls.
+            *inputs: The other inputs.
+            replay: Allow a graph, which has a copy of all inputs.
+        """
+        if not replay or not inputs[0].is_cuda or torch.cuda.is_current_stream_capturing():
             return self._function(*values, *inputs)
         last, settings = self._last, _settings(inputs)
         if last is not None and last.source() is values and last.settings == settings:

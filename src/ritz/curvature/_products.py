@@ -193,6 +193,9 @@ class Products:
             key = key if uses >= TUNING.repaid else (kind, engine := "eager", compile)
         self._choice: Choice = risk.shared.setdefault(key, Choice(engine))
         self._cached: dict[tuple[int, int], Linear] = {}  # by batch and first sample
+        self._copied: set[int] = (
+            set()
+        )  # sizes of primal parts of which a CUDA graph may have a copy
         self._notes, self._num_traces = "", 0  # not shared with other operators
         self._chunk: int | None = None  # samples that are processed at once, if not a whole batch
 
@@ -215,7 +218,7 @@ class Products:
         other = copy.copy(self)
         other.risk, other.extra = risk, extra or self.extra
         # Primal parts belong to a point and a batch; the choice with its traces is shared.
-        other._cached, other._room = {}, self._memory
+        other._cached, other._copied, other._room = {}, set(), self._memory
         return other
 
     def matmat(self, block: Tensor) -> Tensor:
@@ -336,15 +339,19 @@ class Products:
         if traced is None:
             return partial(self._eager, choice.column, context)
         trace, primal = traced
-        linear = partial(trace.tangent, primal)
-        theta = self.risk.theta
+        linear, theta = partial(trace.tangent, primal), self.risk.theta
         if self._room is None:
             free = torch.cuda.mem_get_info(theta.device)[0] // 2 if theta.is_cuda else TUNING.cache
             self._room = int(free)
         size = nbytes(primal, beside=[theta, *tensors(context)])
-        if size <= self._room:
+        if size > self._room:
+            return linear
+        self._room -= size
+        # A CUDA graph has a copy of the primal part, one for all batches of this size.
+        if theta.is_cuda and size not in self._copied and size <= self._room:
             self._room -= size
-            self._cached[key] = linear
+            self._copied.add(size)
+        self._cached[key] = linear = partial(linear, replay=size in self._copied)
         return linear
 
     def _eager(self, column: Column, context: Context, vectors: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Sequence
 from enum import Enum
 from operator import getitem
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 import torch
@@ -403,18 +403,24 @@ class Linearization:
         with torch.no_grad():
             return Values(self._run_primal(*tensors(point), *([rows] if self._any_rows else [])))
 
-    def tangent(self, primal: Values, vectors: Tensor) -> Tensor:
-        """Return the products with ``k`` vectors, both ``(k, *shape)``."""
+    def tangent(self, primal: Values, vectors: Tensor, *, replay: bool = False) -> Tensor:
+        """Return the products with ``k`` vectors, both ``(k, *shape)``.
+
+        Args:
+            primal: The primal part at a point.
+            vectors: The vectors.
+            replay: On a GPU, allow a CUDA graph, which has a copy of the primal part.
+        """
         width = len(vectors)
         with torch.no_grad():
             if width == 1:
-                product = self._run_tangent(primal, vectors[0])[0]
+                product = self._run_tangent(primal, vectors[0], replay=replay)[0]
                 return product.unsqueeze(0)
             key = (width, *(part for part in primal if isinstance(part, int)))
             if key not in self._run_wide:
                 self._run_wide[key] = self._vmap(primal, vectors)
             # A product that does not depend on the vector comes as one row, expanded.
-            return self._run_wide[key](primal, vectors)[0].contiguous()
+            return self._run_wide[key](primal, vectors, replay=replay)[0].contiguous()
 
     def _vmap(self, primal: Values, vectors: Tensor) -> "Tangent":
         """Trace ``vmap`` of the tangent part, so that later products do not pay for vmap."""
@@ -438,13 +444,18 @@ class Linearization:
         return _tangent_part(run, self._compiled)
 
 
-# Takes the values of a primal part, and a vector or a block.
-Tangent = Callable[[Values, Tensor], Sequence[Tensor]]
+class Tangent(Protocol):
+    """The tangent part of a product, as a function of its primal part and a vector or a block."""
+
+    def __call__(self, values: Values, /, *inputs: Tensor, replay: bool) -> Sequence[Tensor]: ...
 
 
 def _tangent_part(graph: Graph, compiled: bool) -> Tangent:
+    def run(values: Values, /, *inputs: Tensor, replay: bool) -> Sequence[Tensor]:
+        return graph(*values, *inputs)
+
     # Compiled graphs allocate memory in a way of their own, and have fewer kernels.
-    return (lambda values, vectors: graph(*values, vectors)) if compiled else Replayed(graph)
+    return run if compiled else Replayed(graph)
 
 
 def _replace_rows(graph: fx.Graph, rows: int) -> None:
