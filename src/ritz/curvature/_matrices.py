@@ -120,9 +120,9 @@ def hessian(risk: Risk, **options: Unpack[ProductOptions]) -> HessianOperator:
         engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
             ``linearized`` is faster and caches activations; ``eager`` caches nothing.
         compile: Compile the products. Defaults to ``False``.
-        memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory. On a
-            GPU, products of small batches are replayed from a CUDA graph if its copy of a
-            linearisation fits as well.
+        memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory. If
+            a copy of one fits as well, products of small batches on a GPU are replayed from a CUDA
+            graph.
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
         num_products: How many products you will ask for, if few. With ``engine="auto"`` the model
             is not traced if they do not repay it. Defaults to many.
