@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 import torch
 from curvature.test_cuda import moved
@@ -75,7 +77,50 @@ def test_a_function_that_reads_values_is_called_as_usual():
         torch.testing.assert_close(replayed(Values(), vector)[0], function(vector)[0])
     assert not replayed.num_graphs
     # The device still works after a recording that failed.
-    assert float(torch.ones(3, device="cuda").sum()) == 3
+    torch.cuda.empty_cache()
+    assert float(torch.randn(3, device="cuda").abs().sum()) > 0
+    again = Replayed(affine([]))
+    matrix, shift, vector = (tensor.cuda() for tensor in inputs(0))
+    values = Values([matrix, shift])
+    for _ in range(5):
+        again(values, vector)
+    assert again.num_graphs == 1
+
+
+@pytest.mark.gpu
+def test_no_graph_is_recorded_without_memory_for_its_copies():
+    asked = []
+
+    def reserve(size):
+        asked.append(size)
+        return False
+
+    replayed = Replayed(affine([]))
+    matrix, shift, vector = (tensor.cuda() for tensor in inputs(0))
+    values = Values([matrix, shift])
+    for _ in range(5):
+        replayed(values, vector, replay=reserve)
+    assert asked == [8 * (64 + 8 + 8)]
+    assert not replayed.num_graphs
+
+
+def test_a_graph_that_repeats_nothing_is_not_used(monkeypatch):
+    """As if the kernels ran on another device than the one that records."""
+
+    class Empty:
+        def capture_begin(self, **options): ...
+        def capture_end(self): ...
+        def replay(self): ...
+
+    replayed, plain = Replayed(affine([])), affine([])
+    monkeypatch.setattr(_cuda_graph, "_capturing", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Empty)
+    values, vector = Values(inputs(0)[:2]), inputs(0)[2]
+
+    found = replayed._record(((), ()), values, [vector])
+
+    torch.testing.assert_close(found[0], plain(*values, vector)[0])
+    assert not replayed.num_graphs
 
 
 @pytest.mark.gpu

@@ -653,3 +653,19 @@ def test_the_momentum_and_the_decay_are_those_of_the_formula():
         expected = (1 - rate * decay) * weights(model) - rate * buffer
         optimizer.step()
         torch.testing.assert_close(weights(model), expected)
+
+
+def test_a_basis_that_the_user_has_replaced_is_used():
+    model = Quadratic([1.0, 2.0, 3.0, 4.0])
+    optimizer = LanczosNewton(model.parameters(), 1.0, delta=1.0, num_steps=2, interval=10)
+    advance(model, optimizer)
+    state = optimizer.state[model.w]
+    state["basis"] = torch.zeros_like(state["basis"])
+    before = model.w.detach().clone()
+
+    optimizer.zero_grad()
+    model(BATCH[0]).mean().backward()
+    optimizer.step()
+
+    # Without a basis the step is that of gradient descent, g / delta.
+    torch.testing.assert_close(model.w.detach(), before - model.w.grad)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,40 @@ def arithmetic(precision: Precision | None) -> Iterator[None]:
 
     A surrounding autocast is disabled, because half precision is meant for training.
     """
-    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    changes = [(backend, "allow_tf32", precision == "tf32") for backend in backends]
-    with attributes_set(changes if precision is not None else []), ExitStack() as stack:
+    with ExitStack() as stack:
+        if precision is not None:
+            stack.enter_context(_tf32(precision == "tf32"))
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def uses_tf32() -> tuple[bool, bool]:
+    """Return whether matrix products and convolutions on a GPU use TF32."""
+    # allow_tf32 cannot be read if the user has set fp32_precision.
+    backends: Any = torch.backends
+    places = backends.cuda.matmul, backends.cudnn.conv
+    products, convolutions = (place.fp32_precision == "tf32" for place in places)
+    return products, convolutions
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    backends: Any = torch.backends
+    old = (backends.cuda.matmul, backends.cudnn)
+    new = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    before, flags = [place.fp32_precision for place in new], uses_tf32()
+    try:
+        # The older attribute sets the newer one as well, and some parts of torch read the older.
+        for place in old:
+            place.allow_tf32 = allowed
+        yield
+    finally:
+        for place, flag in zip(old, flags, strict=True):
+            place.allow_tf32 = flag
+        for place, value in zip(new, before, strict=True):
+            place.fp32_precision = value
 
 
 def searched_convolutions(wanted: bool) -> AbstractContextManager[None]:

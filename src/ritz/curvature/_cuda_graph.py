@@ -2,7 +2,8 @@
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import is_below
+from ritz._core.distributed import world_size
+from ritz._core.modes import uses_tf32
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +23,28 @@ class Tuning:
     # H200, a product with the Gauss-Newton matrix of VGG-16 takes 5.9 ms for 128 samples, of which
     # launches take 5.4 ms and kernels 4.1 ms.
     launches: float = 0.6
-    # A graph has copies of its inputs and the memory of all results in between. If launches take
-    # most of the time, these are small; this is the largest size of the copies, in bytes.
+    # Largest size of the copies of the inputs, in bytes. If launches take most of the time, the
+    # inputs and all results in between are small.
     memory: int = 2**31
     # Graphs of a function: one for each number of samples, and each precision.
     graphs: int = 4
-    # Largest relative difference between the first replay and an ordinary call. Both run the same
-    # kernels; some of these add in an order that changes from call to call.
-    rtol: float = 1e-3
+    # Largest relative difference between the first replay and an ordinary call, in eps. Both run
+    # the same kernels; some of these add in an order that changes from call to call.
+    alike: float = 1e3
 
 
 TUNING = Tuning()
+# Returns whether a graph may have copies of so many bytes.
+Reserve = Callable[[int], bool]
 
 
 class Values(list[Tensor | int]):
     """Inputs that stay the same for many calls, recognised by their identity."""
+
+
+def reserve_little(size: int) -> bool:
+    """Allow copies up to a fixed size."""
+    return size <= TUNING.memory
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -78,6 +88,9 @@ class Replayed:
     timed. If launches take most of its time, the third one records the graph, and compares its
     first replay with an ordinary call. A function that cannot be recorded is called as usual.
 
+    Nothing is recorded if torch must be deterministic, or if there are several processes, because
+    they would decide by different times.
+
     Args:
         function: Takes tensors and integers, and returns new tensors. It must not read values on
             the host or draw random numbers.
@@ -94,22 +107,32 @@ class Replayed:
         """Number of graphs that were recorded."""
         return len(self._recorded)
 
-    def __call__(self, values: Values, /, *inputs: Tensor, replay: bool = True) -> Sequence[Tensor]:
+    def __call__(
+        self, values: Values, /, *inputs: Tensor, replay: Reserve | None = reserve_little
+    ) -> Sequence[Tensor]:
         """Return the tensors that the function returns for the values and the inputs.
 
         Args:
             values: Inputs that stay the same for many calls.
             *inputs: The other inputs.
-            replay: Allow a graph, which has a copy of all inputs.
+            replay: Called with the size of the copies before a graph is recorded. ``None`` allows
+                no graph.
         """
-        if not replay or not inputs[0].is_cuda or torch.cuda.is_current_stream_capturing():
+        if replay is None or not inputs[0].is_cuda or not _may_replay():
             return self._function(*values, *inputs)
+        with torch.cuda.device(inputs[0].device):
+            return self._replay(values, inputs, replay)
+
+    def _replay(
+        self, values: Values, inputs: Sequence[Tensor], replay: Reserve
+    ) -> Sequence[Tensor]:
         last, settings = self._last, _settings(inputs)
         if last is not None and last.source() is values and last.settings == settings:
             return last.replay(inputs)
-        if not _can_record([*_tensors(values), *inputs]):
+        # A number on the CPU would be part of the graph, and would keep its value.
+        if any(tensor.device != inputs[0].device for tensor in [*_tensors(values), *inputs]):
             return self._function(*values, *inputs)
-        key = settings, *(each.shape if isinstance(each, Tensor) else each for each in values)
+        key = settings, *map(_kind, values)
         if key in self._recorded:
             self._last = last = self._recorded[key]
             last.load(values)
@@ -117,7 +140,8 @@ class Replayed:
         calls = self._calls[key] = self._calls.get(key, 0) + 1
         if calls == 2:
             return self._time(key, values, inputs)
-        if calls == 3 and len(self._recorded) < TUNING.graphs:
+        size = sum(tensor.nbytes for tensor in [*_tensors(values), *inputs])
+        if calls == 3 and len(self._recorded) < TUNING.graphs and replay(size):
             return self._record(key, values, inputs)
         return self._function(*values, *inputs)
 
@@ -135,49 +159,69 @@ class Replayed:
     def _record(self, key: Any, values: Values, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Record the graph. Return the outputs of an ordinary call."""
         expected = self._function(*values, *inputs)
-        static = Values(each.clone() if isinstance(each, Tensor) else each for each in values)
-        places = [each.clone() for each in inputs]
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(stream):
-                # Other threads, such as those of a data loader, may call CUDA meanwhile.
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    outputs = tuple(self._function(*static, *places))
-                finally:
-                    graph.capture_end()
-        except RuntimeError:
+            static = Values(each.clone() if isinstance(each, Tensor) else each for each in values)
+            places, graph = [each.clone() for each in inputs], torch.cuda.CUDAGraph()
+            with _capturing(graph):
+                outputs = tuple(self._function(*static, *places))
+        except RuntimeError:  # also if memory is short
             return expected
-        finally:
-            torch.cuda.current_stream().wait_stream(stream)
         recorded = _Recorded(
             graph=graph, fixed=_tensors(static), inputs=places, outputs=outputs,
             source=weakref.ref(values), settings=key[0],
         )  # fmt: skip
+        for output in outputs:
+            output.fill_(torch.nan)  # a graph without kernels must not pass
         if all(map(_is_same, recorded.replay(inputs), expected)):
             self._recorded[key] = self._last = recorded
         return expected
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Record the kernels of the block. If that fails, leave torch as it was, and raise."""
+    device, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            # Other threads, such as those of a data loader, may call CUDA meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+    except BaseException:
+        # If the end of a capture fails, torch goes on to allocate for it, and refuses to empty its
+        # cache. There is no public function to end that.
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+        raise
+    finally:
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def _tensors(values: Sequence[Tensor | int]) -> list[Tensor]:
     return [each for each in values if isinstance(each, Tensor)]
 
 
-def _can_record(tensors: Sequence[Tensor]) -> bool:
-    # A number on the CPU would be part of the graph, and would keep its value.
-    on_device = all(tensor.is_cuda for tensor in tensors)
-    return on_device and sum(tensor.nbytes for tensor in tensors) <= TUNING.memory
+def _may_replay() -> bool:
+    fixed = torch.are_deterministic_algorithms_enabled() or world_size() > 1
+    return not fixed and not torch.cuda.is_current_stream_capturing()
+
+
+def _kind(value: Tensor | int) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else value
 
 
 def _settings(inputs: Sequence[Tensor]) -> Any:
-    """Return the shapes of inputs, and the settings of torch on which kernels depend."""
-    cudnn, shapes = torch.backends.cudnn, [each.shape for each in inputs]
-    return (*shapes, torch.cuda.current_device(), torch.backends.cuda.matmul.allow_tf32,
-            cudnn.allow_tf32, cudnn.enabled, cudnn.deterministic,
-            torch.are_deterministic_algorithms_enabled())  # fmt: skip
+    """Return the kinds of inputs, and the settings of torch on which kernels depend."""
+    cudnn = torch.backends.cudnn
+    flags = uses_tf32(), cudnn.enabled, cudnn.deterministic, cudnn.benchmark
+    return (torch.cuda.current_device(), flags, *map(_kind, inputs))
 
 
 def _is_same(product: Tensor, expected: Tensor) -> bool:
     gap, size = float((product - expected).norm()), float(expected.norm())
-    return gap == 0 or is_below(gap, TUNING.rtol * size)
+    return gap == 0 or is_below(gap, TUNING.alike * torch.finfo(product.dtype).eps * size)

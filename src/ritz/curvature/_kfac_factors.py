@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ritz._core.modes import uses_tf32
 from ritz.curvature import _module_gradients as rules
 from ritz.curvature._module_gradients import CONVOLUTIONS, Call
 
@@ -62,7 +63,7 @@ def gram(x: Tensor) -> Tensor:
 
 def _is_fast(x: Tensor) -> bool:
     # In TF32, the copies of the strips take as long as the products.
-    return x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return x.is_cuda and x.dtype == torch.float32 and uses_tf32()[0]
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -112,6 +112,19 @@ class Choice:
     any_rows: tuple[Any, Linearization] | None = None
 
 
+@dataclass(eq=False, slots=True)
+class Room:
+    """Bytes that are left for cached parts."""
+
+    left: int
+
+    def take(self, size: int) -> bool:
+        """Take some bytes, if so many are left; return whether they were."""
+        fits = size <= self.left
+        self.left -= size if fits else 0
+        return fits
+
+
 @final
 class Products:
     r"""Products :math:`V \mapsto \sum_b w_b A_b V + \mu V` with the matrices of batches.
@@ -181,7 +194,8 @@ class Products:
             block_size = 1 if alone else TUNING.block_size
         self.block_size = block_size
         self._ways, self._compile = ways, compile
-        self._memory = self._room = memory
+        self._memory = memory
+        self._room: Room | None = None  # known when the first part is cached
         self._num_products = num_products
         self._must_trace = compile or engine == "linearized"
         self._reversed = reversed_if_eager and not risk.theta.is_cuda
@@ -193,9 +207,6 @@ class Products:
             key = key if uses >= TUNING.repaid else (kind, engine := "eager", compile)
         self._choice: Choice = risk.shared.setdefault(key, Choice(engine))
         self._cached: dict[tuple[int, int], Linear] = {}  # by batch and first sample
-        self._copied: set[int] = (
-            set()
-        )  # sizes of primal parts of which a CUDA graph may have a copy
         self._notes, self._num_traces = "", 0  # not shared with other operators
         self._chunk: int | None = None  # samples that are processed at once, if not a whole batch
 
@@ -218,7 +229,7 @@ class Products:
         other = copy.copy(self)
         other.risk, other.extra = risk, extra or self.extra
         # Primal parts belong to a point and a batch; the choice with its traces is shared.
-        other._cached, other._copied, other._room = {}, set(), self._memory
+        other._cached, other._room = {}, None
         return other
 
     def matmat(self, block: Tensor) -> Tensor:
@@ -279,7 +290,7 @@ class Products:
     def _compare(self) -> Tensor:
         """Return the squared norms of the error of a product, and of the product itself."""
         risk, precise = self.risk, copy.copy(self)
-        precise.risk, precise._cached, precise._room = risk.in_float64(), {}, 0
+        precise.risk, precise._cached, precise._room = risk.in_float64(), {}, Room(0)
         rng = torch.Generator().manual_seed(0)
         vector = torch.randn(risk.theta.shape, generator=rng, dtype=torch.float64).to(risk.theta)
         wide = vector.double()
@@ -342,16 +353,10 @@ class Products:
         linear, theta = partial(trace.tangent, primal), self.risk.theta
         if self._room is None:
             free = torch.cuda.mem_get_info(theta.device)[0] // 2 if theta.is_cuda else TUNING.cache
-            self._room = int(free)
-        size = nbytes(primal, beside=[theta, *tensors(context)])
-        if size > self._room:
-            return linear
-        self._room -= size
-        # A CUDA graph has a copy of the primal part, one for all batches of this size.
-        if theta.is_cuda and size not in self._copied and size <= self._room:
-            self._room -= size
-            self._copied.add(size)
-        self._cached[key] = linear = partial(linear, replay=size in self._copied)
+            self._room = Room(int(free) if self._memory is None else self._memory)
+        if self._room.take(nbytes(primal, beside=[theta, *tensors(context)])):
+            # A CUDA graph has copies of the primal part and of a block of vectors.
+            self._cached[key] = linear = partial(linear, replay=self._room.take)
         return linear
 
     def _eager(self, column: Column, context: Context, vectors: Tensor) -> Tensor:
@@ -573,7 +578,7 @@ class Products:
     def _cut(self, width: int, size: int, error: Exception) -> None:
         """Halve the block, then the batch. Raise ``error`` if neither is possible."""
         self._cached.clear()
-        self._room = 0
+        self._room = Room(0)
         if min(width, self.block_size) > 1:
             self.block_size = min(width, self.block_size) // 2
         else:

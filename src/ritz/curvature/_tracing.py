@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ritz._core.batches import tensors
-from ritz.curvature._cuda_graph import Replayed, Values
+from ritz.curvature._cuda_graph import Replayed, Reserve, Values
 from ritz.curvature._modes import without_warnings_of_fallbacks
 
 aten = torch.ops.aten
@@ -403,13 +403,14 @@ class Linearization:
         with torch.no_grad():
             return Values(self._run_primal(*tensors(point), *([rows] if self._any_rows else [])))
 
-    def tangent(self, primal: Values, vectors: Tensor, *, replay: bool = False) -> Tensor:
+    def tangent(self, primal: Values, vectors: Tensor, *, replay: Reserve | None = None) -> Tensor:
         """Return the products with ``k`` vectors, both ``(k, *shape)``.
 
         Args:
             primal: The primal part at a point.
             vectors: The vectors.
-            replay: On a GPU, allow a CUDA graph, which has a copy of the primal part.
+            replay: Returns whether a CUDA graph may have copies of so many bytes, such as one of
+                the primal part. ``None`` allows no graph.
         """
         width = len(vectors)
         with torch.no_grad():
@@ -447,11 +448,13 @@ class Linearization:
 class Tangent(Protocol):
     """The tangent part of a product, as a function of its primal part and a vector or a block."""
 
-    def __call__(self, values: Values, /, *inputs: Tensor, replay: bool) -> Sequence[Tensor]: ...
+    def __call__(
+        self, values: Values, /, *inputs: Tensor, replay: Reserve | None
+    ) -> Sequence[Tensor]: ...
 
 
 def _tangent_part(graph: Graph, compiled: bool) -> Tangent:
-    def run(values: Values, /, *inputs: Tensor, replay: bool) -> Sequence[Tensor]:
+    def run(values: Values, /, *inputs: Tensor, replay: Reserve | None) -> Sequence[Tensor]:
         return graph(*values, *inputs)
 
     # Compiled graphs allocate memory in a way of their own, and have fewer kernels.

@@ -178,8 +178,10 @@ class LanczosNewton(MatrixOptimizer):
         check_setting("delta", group["delta"], zero=False)  # a schedule may have changed it
         params = [p for p in parameters(self) if "basis" in self.state.get(p, {})]
         U = self._rows
-        if U is None:  # after loading a state
-            U = torch.cat([_flat_rows(self.state[p]["basis"]) for p in params], 1)
+        bases = [self.state[p]["basis"] for p in params]
+        # After loading a state, and if the user has moved it, the state has tensors of its own.
+        if U is None or any(_place(basis) != _place(U) for basis in bases):
+            U = torch.cat([_flat_rows(basis) for basis in bases], 1)
             self._store(params, U)
         # A parameter without a gradient has zeros here, since the basis is orthonormal over all
         # parameters together. It does not move.
@@ -223,6 +225,10 @@ class LanczosNewton(MatrixOptimizer):
                 [weights @ _flat_rows(self.state[p]["basis"]) for p in params.values()]
             )
         return None if start is None or not bool(start.any()) else start
+
+
+def _place(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def _flat_rows(basis: Tensor) -> Tensor:

@@ -167,9 +167,9 @@ class Block(ABC):
 
     def adopt(self, inverse: Tensors) -> None:
         """Take the tensors of :meth:`decompose`, in the memory of the earlier ones."""
-        if {k: v.shape for k, v in self.inverse.items()} != {
-            k: v.shape for k, v in inverse.items()
-        }:
+        kinds = [{k: (v.shape, v.dtype, v.device) for k, v in each.items()}
+                 for each in (self.inverse, inverse)]  # fmt: skip
+        if kinds[0] != kinds[1]:
             self.inverse = {name: aligned(value) for name, value in inverse.items()}
             return
         # A CUDA graph of the products reads them from there.
