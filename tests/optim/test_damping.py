@@ -178,6 +178,30 @@ def test_damping_falls_slowly_when_the_curvature_vanishes(rule):
     assert optimizer.param_groups[0]["damping_per_rate"] == before / 2
 
 
+@pytest.mark.parametrize("change", [{"rule": "shrinkage"}, {"matrix": "hessian"}])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_another_rule_has_measured_is_not_used(change, loaded):
+    model, data = logistic()
+    risk = Risk(model, cross_entropy, data)
+    optimizer, fresh = (LanczosNewton(model.parameters(), lr=0.5, delta=0.01) for _ in range(2))
+    options = {"rule": "noise", "batch_size": 10}
+    Damping(optimizer, **options).step(risk)
+    optimizer.param_groups[0]["damping_per_rate"] = 1e3  # half of it would be the next value
+    if loaded:
+        state, optimizer = optimizer.state_dict(), LanczosNewton(model.parameters())
+        optimizer.load_state_dict(state)
+    assert Damping(optimizer, **options).is_measured
+    other, alone = (Damping(each, **(options | change)) for each in (optimizer, fresh))
+
+    assert not other.is_measured
+    with pytest.raises(ValueError, match="needs a risk"):
+        other.step()
+    for each in (other, alone):
+        each.step(risk)
+    assert other.values() == alone.values()
+    assert other.is_measured
+
+
 def test_adaptive_damping_is_not_below_that_of_the_edge_of_stability():
     model, data = logistic()
     optimizer = DampedGradient(model.parameters(), lr=0.5, delta=1e-3)

@@ -57,9 +57,10 @@ class Tuning:
 
 TUNING = Tuning()
 
-# What the rules `noise` and `shrinkage` have measured, in the groups of the optimiser: the damping
-# per unit of learning rate, and the damping that does not depend on the learning rate.
+# What a rule has measured, in the groups of the optimiser: the damping per unit of learning rate,
+# the damping that does not depend on the learning rate, and the rule and matrix they belong to.
 PER_RATE, OF_MATRIX = "damping_per_rate", "damping_of_matrix"
+MEASURED_BY = "damping_measured_by"
 
 
 def reduction_ratio(loss: float, after: Risk, predicted: float) -> float | None:
@@ -207,7 +208,7 @@ class Damping:
     @property
     def is_measured(self) -> bool:
         """Whether the edge of stability has been measured, so that ``step()`` needs no risk."""
-        return all(PER_RATE in group for group in self.optimizer.param_groups)
+        return all(map(self._has_measured, self.optimizer.param_groups))
 
     def step(self, risk: Risk | None = None) -> None:
         """Set the damping by the rule, for ``adaptive`` only its bound.
@@ -231,9 +232,20 @@ class Damping:
                 current = float(group["delta"] if self.rule == "adaptive" else group[OF_MATRIX])
                 self._set(group, max(current, self._stable(group)))
 
+    @property
+    def _measurement(self) -> str:
+        return f"{self.rule} of {self.matrix}"
+
+    def _has_measured(self, group: dict[str, Any]) -> bool:
+        # The groups may have the values of another rule, also after load_state_dict().
+        return bool(group.get(MEASURED_BY) == self._measurement)
+
+    def _per_rate(self, group: dict[str, Any]) -> float:
+        return float(group[PER_RATE]) if self._has_measured(group) else 0.0
+
     def _stable(self, group: dict[str, Any]) -> float:
         # The edge of stability moves with the learning rate, and so does the damping.
-        return learning_rate(group) * float(group.get(PER_RATE, 0.0))
+        return learning_rate(group) * self._per_rate(group)
 
     def _measure(self, risk: Risk) -> None:
         r"""Store :math:`\delta / \alpha` of the edge of stability, and the damping by shrinkage."""
@@ -252,8 +264,8 @@ class Damping:
         for group in self.optimizer.param_groups:
             stable = max(noise, edge_damping(*curvature, group))
             # After a fall of the curvature the weights may return to where it was.
-            group[PER_RATE] = max(stable, float(group.get(PER_RATE, 0.0)) / TUNING.fall)
-            group[OF_MATRIX] = shrunk
+            group[PER_RATE] = max(stable, self._per_rate(group) / TUNING.fall)
+            group[OF_MATRIX], group[MEASURED_BY] = shrunk, self._measurement
 
     @contextmanager
     def measured(self, risk: Risk) -> Iterator[None]:
