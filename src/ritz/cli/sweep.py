@@ -86,7 +86,7 @@ def command(options: Options, training: TrainingConfig, given: frozenset[str]) -
         train.watching(options)
     check = _Check(config, options)
     made = SweepOptions(base=config.training, given=given, preset=options.preset, names=NAMES,
-                           check=check, cuts=check.cuts(grid))  # fmt: skip
+                        check=check, cuts=check.cuts(grid))  # fmt: skip
     plan = plan_sweep(made, grid, seeds=seeds, folder=options.out)
     watched = options.watch is not None or "watch" in plan.grid
     check_metric(options.metric, plan.points, watched=watched)

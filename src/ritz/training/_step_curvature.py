@@ -172,7 +172,7 @@ class StepCurvature:
         if self._interval is None:
             raise ValueError("damping_interval is required: the data have no length")
         # The curvature of initial weights changes most in the first steps, so that it is measured
-        # at steps 1, 2, 4, 8 and so on of the first interval.
+        # after 0, 1, 2, 4, 8 and so on steps of the first interval.
         early = step < self._interval and step & (step - 1) == 0
         return early or step % self._interval == 0 or not self.damping.is_measured
 
