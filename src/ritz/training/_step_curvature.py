@@ -71,8 +71,8 @@ class StepCurvature:
         if config.curvature_batch_size is not None and not self._curved:
             kind = type(optimizer).__name__
             raise ValueError(
-                f"curvature_batch_size must be given with an optimiser that needs curvature, got "
-                f"{config.curvature_batch_size} for {kind}"
+                "curvature_batch_size must be given with an optimiser that needs curvature, such "
+                f"as lanczos_newton or hessian_free, got {config.curvature_batch_size} for {kind}"
             )
         # Lookahead only wraps: the innermost optimiser has the damping.
         self.damping = Damping(
