@@ -116,6 +116,21 @@ def test_values_are_numbers_words_and_lists():
             "--grid preset=adamw/vgg16/cifar10: preset adamw/vgg16/cifar10 brings its optimiser",
         ),
         (["--grid", "patience=null,2"], "--grid patience=2: patience needs validation data"),
+        (["--grid", "patience=2"], "pass validation= to fit() or sweep(), or hold out images"),
+        (["--grid", "final=average"], ": pass --average-from or --patience\n"),
+        (
+            ["--grid", "curvature-batch-size=8", "--optimizer", "sgd"],
+            "needs curvature, such as lanczos_newton or hessian_free, got 8 for SGD",
+        ),
+        (["--grid", "optimizer.momentum=true"], "momentum of optimizer sgd must be a number, got"),
+        (
+            ["--metric", "validation_accuracy"],
+            "learning_rate, train_loss, train_accuracy, train_perplexity, test_loss, ",
+        ),
+        (
+            ["--metric", "validation_accuracy", "--grid", "data=own_data:load,own_data:parts"],
+            "--metric must be one of learning_rate, train_loss",
+        ),
         (["--metric", "foo"], "ritz: --metric must be one of learning_rate, train_loss"),
         (["--grid", "batch-size=0"], "--batch-size must be at least 1, got 0"),
         (["--grid", "batch-size=x"], "--batch-size must be an integer, got 'x'"),

@@ -150,7 +150,10 @@ def test_bad_input_is_one_line(here, tmp_path, refused, arguments, line):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--patience", "2"], "--patience needs validation data, got none: pass validation=, "),
+        (
+            ["--patience", "2"],
+            "--patience needs validation data, got none: pass validation= to fit()",
+        ),
         (["--lookahead-until", "2"], "--lookahead-until must agree with the optimiser, got 2"),
     ],
 )

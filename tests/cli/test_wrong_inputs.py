@@ -170,7 +170,7 @@ COMMANDS = [
     (train("--seed", "9" * 23), "--seed must be between 0 and 4294967295, got 999"),
     (train("--batch-size", "0"), "--batch-size must be at least 1, got 0"),
     (train("--average-from", "9"), "--average-from must be between 1 and 1, got 9"),
-    (train("--final", "average"), "needs an average: pass --average-from or"),
+    (train("--final", "average"), "needs an average: pass --average-from or --patience\n"),
     (train("--warmup", "5"), "--warmup must be between 0 and 1, got 5"),
     (train("--max-steps", "0"), "--max-steps must be at least 1, got 0"),
     (train("--final-ratio", "-1"), "--final-ratio must be at least 0.0, got -1"),

@@ -307,7 +307,9 @@ def test_batch_norm_gives_a_warning_and_its_training_mode_is_refused():
     assert any(warning.startswith("batch norm") for warning in advice.warnings)
     x, y = samples()
     batches = Risk(risk.model, functional.cross_entropy, (x, y), batch_size=16, batch_norm="train")
-    with pytest.raises(ValueError, match=r"advise\(\) needs batch_norm='eval' .*got batch norm"):
+    with pytest.raises(
+        ValueError, match=r"advise\(\) needs batch_norm='eval' .*got a risk with batch norm"
+    ):
         advise(batches, batch_sizes=(16,))
 
 

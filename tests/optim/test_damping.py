@@ -178,6 +178,30 @@ def test_damping_falls_slowly_when_the_curvature_vanishes(rule):
     assert optimizer.param_groups[0]["damping_per_rate"] == before / 2
 
 
+@pytest.mark.parametrize("change", [{"rule": "shrinkage"}, {"matrix": "hessian"}])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_another_rule_has_measured_is_not_used(change, loaded):
+    model, data = logistic()
+    risk = Risk(model, cross_entropy, data)
+    optimizer, fresh = (LanczosNewton(model.parameters(), lr=0.5, delta=0.01) for _ in range(2))
+    options = {"rule": "noise", "batch_size": 10}
+    Damping(optimizer, **options).step(risk)
+    optimizer.param_groups[0]["damping_per_rate"] = 1e3  # half of it would be the next value
+    if loaded:
+        state, optimizer = optimizer.state_dict(), LanczosNewton(model.parameters())
+        optimizer.load_state_dict(state)
+    assert Damping(optimizer, **options).is_measured
+    other, alone = (Damping(each, **(options | change)) for each in (optimizer, fresh))
+
+    assert not other.is_measured
+    with pytest.raises(ValueError, match="needs a risk"):
+        other.step()
+    for each in (other, alone):
+        each.step(risk)
+    assert other.values() == alone.values()
+    assert other.is_measured
+
+
 def test_adaptive_damping_is_not_below_that_of_the_edge_of_stability():
     model, data = logistic()
     optimizer = DampedGradient(model.parameters(), lr=0.5, delta=1e-3)
@@ -254,6 +278,33 @@ def test_adaptive_damping_falls_where_the_model_of_the_loss_is_right():
         with damping.measured(Risk(model, loss, [data])):
             optimizer.step()
         assert optimizer.param_groups[0]["delta"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_adaptive_damping_judges_a_step_without_decay_and_momentum(momentum, monkeypatch):
+    model, data = logistic()
+    optimizer = KFAC(model, lr=0.1, momentum=momentum, weight_decay=3.0, delta=0.5)
+    damping, judged = Damping(optimizer, "adaptive"), []
+    monkeypatch.setattr(
+        _damping, "reduction_ratio", lambda loss, after, _: judged.append(after.theta)
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        cross_entropy(model(data[0]), data[1]).backward()
+        risk, before = Risk(model, cross_entropy, data), _damping.momentum_buffers(optimizer)
+        with damping.measured(risk):
+            optimizer.step()
+    space = risk.space
+
+    if momentum:
+        buffers = {name: optimizer.state[p]["momentum_buffer"]
+                   for name, p in model.named_parameters()}  # fmt: skip
+        earlier = {name: before[p] for name, p in model.named_parameters()}
+        direction = space.flatten(buffers) - momentum * space.flatten(earlier)
+        expected = risk.theta - 0.1 * direction
+    else:
+        expected = space.flatten(dict(model.named_parameters())) + 0.1 * 3.0 * risk.theta
+    torch.testing.assert_close(judged[-1], expected.detach())
 
 
 def test_adaptive_damping_rises_after_a_step_that_raises_the_loss():
@@ -338,11 +389,47 @@ def test_a_run_with_a_damping_rule_resumes_bit_for_bit(rule, tmp_path):
             lambda p: Damping(LanczosNewton(p), "adaptive").step(Risk(*logistic_risk())),
             r"step\(risk\) needs batch_size for rule='adaptive', got None",
         ),
+        (lambda p: Damping(LanczosNewton(p), "noise", batch_size=4, seed=-1), "seed must be at"),
     ],
 )
 def test_wrong_use_is_one_clear_error(make, match):
     with pytest.raises(ValueError, match=match):
         make(nn.Linear(2, 2).parameters())
+
+
+def normed_risk():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    return Risk(model, cross_entropy, logistic()[1], batch_norm="train", batch_size=60)
+
+
+@pytest.mark.parametrize("rule", ["noise", "shrinkage", "adaptive"])
+@pytest.mark.parametrize(
+    ("risk", "change", "match"),
+    [
+        (lambda: Risk(*logistic_risk()), {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        (lambda: Risk(*logistic_risk()), {"momentum": 1.0}, "momentum must be less than 1"),
+        (
+            lambda: Risk(logistic()[0], cross_entropy, logistic(samples=1)[1]),
+            {},
+            r"Damping.step\(risk\) needs at least 2 samples, got 1",
+        ),
+        (normed_risk, {}, r"Damping.step\(risk\) needs .*, got a risk with batch norm"),
+    ],
+)
+def test_a_measurement_that_is_not_possible_is_one_clear_error(rule, risk, change, match):
+    risk = risk()
+    optimizer = LanczosNewton(risk.model.parameters())
+    damping = Damping(optimizer, rule, batch_size=change.get("batch_size", 4) or 4)
+    damping.batch_size = change.get("batch_size", 4)
+    optimizer.param_groups[0]["momentum"] = change.get("momentum", 0.0)
+
+    with pytest.raises(ValueError, match=match):
+        damping.step(risk)
+
+
+def test_seeds_that_are_no_numbers_are_refused():
+    with pytest.raises(TypeError, match="seed must be an integer, got 'a'"):
+        Damping(optimizer_of(nn.Linear(2, 2)), "constant", seed="a")
 
 
 def test_options_of_fit_that_do_not_fit_are_refused():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ritz.optim import KFAC
@@ -149,6 +150,59 @@ def test_nothing_stays_active_after_an_error_inside():
     with pytest.raises(AssertionError, match="embedding dimension"):
         model(drawn(4, 5, SIZE + 1))
     assert torch._C._len_torch_function_stack() == 0
+
+
+def interrupt(model, monkeypatch):
+    """Press Ctrl-C inside the attention: torch then calls no hooks."""
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(drawn(4, 5, SIZE))
+
+
+def end_by_a_step(model, optimizer):
+    model(drawn(4, 5, SIZE)).square().mean().backward()
+    optimizer.step()
+
+
+def end_by_a_pass_in_eval_mode(model, optimizer):
+    model.eval()(drawn(4, 5, SIZE)).square().mean().backward()
+    assert all(not block.sums for block in optimizer.curvature.blocks)
+
+
+def end_by_removal(model, optimizer):
+    optimizer.curvature.remove()
+
+
+@pytest.mark.parametrize("end", [end_by_a_step, end_by_a_pass_in_eval_mode, end_by_removal])
+def test_nothing_stays_active_after_an_interrupt_inside(end, monkeypatch):
+    model = built()
+    optimizer = KFAC(model, **STEPS)
+    interrupt(model, monkeypatch)
+    with BaseTorchFunctionMode():  # what is left is then not the innermost mode
+        end(model, optimizer)
+        assert torch._C._len_torch_function_stack() == 1
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_what_an_interrupt_leaves_active_records_nothing(monkeypatch):
+    model = built()
+    optimizer = KFAC(model, **STEPS)
+    interrupt(model, monkeypatch)
+
+    # Called alone, without the model, so that no hook of K-FAC is the first to run.
+    x, attend = drawn(4, 5, SIZE), model.attend
+    torch.nn.functional.multi_head_attention_forward(
+        *[x] * 3, SIZE, HEADS, attend.in_proj_weight, attend.in_proj_bias, None, None, False, 0.0,
+        attend.out_proj.weight, attend.out_proj.bias,
+    )[0].sum().backward()  # fmt: skip
+
+    assert all(not block.sums for block in optimizer.curvature.blocks)
+    optimizer.curvature.remove()
 
 
 def test_frozen_and_separate_weights():

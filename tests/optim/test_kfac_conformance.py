@@ -164,6 +164,8 @@ def test_state_dict_round_trip_and_hooks():
 
 def test_error_messages_are_those_of_torch():
     model, _, _ = problem()
+    with pytest.raises(ValueError, match="momentum must be less than 1"):
+        KFAC(model, momentum=1.0)
     with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
         KFAC(model, lr=torch.tensor([0.1, 0.2]))
     with pytest.raises(ValueError, match="optimizer got an empty parameter list"):

@@ -360,6 +360,8 @@ def test_risks_of_other_models_are_refused(name):
         (lambda p: LanczosNewton(p, interval=0), "interval must be at least 1, got 0"),
         (lambda p: LanczosNewton(p, matrix="covariance"), "matrix must be one of"),
         (lambda p: LanczosNewton(p, start="warm"), "start must be one of"),
+        (lambda p: LanczosNewton(p, momentum=1.0), "momentum must be less than 1, got 1.0"),
+        (lambda p: LanczosNewton(p, momentum=-0.1), "momentum must be finite and at least 0"),
         (lambda p: LanczosNewton(p, eta=-1.0), "eta must be finite and at least 0"),
         (lambda p: HessianFree(p, delta=-1.0), "delta must be finite and above 0"),
         (lambda p: HessianFree(p, decay=2.0), "decay must be between"),

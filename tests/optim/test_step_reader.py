@@ -154,7 +154,8 @@ def test_decay_of_a_wrapped_optimiser_is_split_off_as_that_of_the_optimiser(kind
     ("changes", "error", "match"),
     [
         ({"values": torch.ones(3)}, ValueError, r"values must be \(2,\), got \(3,\)"),
-        ({"decay": torch.ones(2)}, ValueError, r"decay must be \(5,\) or \(5, k\), got \(2,\)"),
+        ({"decay": torch.ones(2)}, ValueError, r"decay must be \(5,\), got \(2,\)"),
+        ({"without_momentum": torch.ones(5, 1)}, ValueError, r"must be \(5,\), got \(5, 1\)"),
         ({"gradient": torch.ones(5).double()}, TypeError, "torch.float32, like vectors, got"),
     ],
 )

@@ -274,6 +274,8 @@ def test_names_of_the_command_line_and_of_the_library_are_one():
             {"lr": [0.1], "optimizer.momentum": [0, "x"]},
             "grid optimizer.momentum=x: momentum of optimizer sgd must be a number, got 'x'",
         ),
+        ({"optimizer.momentum": [0.9, True]}, "momentum of optimizer sgd must be a number"),
+        ({"optimizer": ["lookahead_sgd"], "optimizer.momentum": [True]}, "must be a number, got"),
         ({"optimizer.nesterov": ["x"]}, "nesterov of optimizer sgd must be True or False, got 'x'"),
         ({"lr": [0.1], "damping": ["constant", "ratio"]}, "grid damping=ratio: damping rule 'ra"),
         (

@@ -42,7 +42,10 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
         ({"clip_norm": 0.0}, "clip_norm must be finite and above 0, got 0.0"),
         ({"keep": [3]}, "keep must be between 0 and 2"),
         ({"final": "best"}, "final must be one of last, average"),
-        ({"final": "average"}, "final='average' needs an average: pass average_from or patience"),
+        (
+            {"final": "average"},
+            r"needs an average: pass average_from \(--average-from\) or patience",
+        ),
         ({"warmup": 3}, "warmup must be between 0 and 2, got 3"),
         (
             {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])},

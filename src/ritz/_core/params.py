@@ -69,6 +69,13 @@ def check_setting(name: str, value: Any, *, zero: bool = True) -> None:
     check_positive(name, value, zero=zero)
 
 
+def check_momentum(value: Any) -> None:
+    """Raise unless a momentum is at least 0 and below 1: at 1 it would add up all gradients."""
+    check_setting("momentum", value)
+    if value >= 1:
+        raise ValueError(f"momentum must be less than 1, got {float(value)}")
+
+
 def set_setting(group: dict[str, Any], name: str, value: float) -> None:
     """Set a setting of a parameter group. A tensor is set in place, for captured steps."""
     if isinstance(group[name], Tensor):

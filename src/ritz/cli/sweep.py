@@ -1,7 +1,7 @@
 """``ritz sweep``: train with all combinations of some options and several seeds."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ritz.cli._output import print_result
 
 if TYPE_CHECKING:
     from ritz._core.progress import Progress
-    from ritz.training._shared import RunConfig
+    from ritz.training._shared import Point, RunConfig
 
 EPILOG = shared.examples(
     "ritz sweep --model mlp --data digits --grid lr=0.03,0.1,0.3 --out sweeps/rates",
@@ -86,10 +86,11 @@ def command(options: Options, training: TrainingConfig, given: frozenset[str]) -
         train.watching(options)
     check = _Check(config, options)
     made = SweepOptions(base=config.training, given=given, preset=options.preset, names=NAMES,
-                           check=check, cuts=check.cuts(grid))  # fmt: skip
+                        check=check, cuts=check.cuts(grid))  # fmt: skip
     plan = plan_sweep(made, grid, seeds=seeds, folder=options.out)
     watched = options.watch is not None or "watch" in plan.grid
-    check_metric(options.metric, plan.points, watched=watched)
+    if options.metric is not None and not watched:
+        check_metric(options.metric, plan.points, parts=check.parts(plan.points))
     device = default_device(training.device)
     # Several runs on one GPU would share its memory.
     jobs = options.jobs or (1 if device.type == "cuda" else available_cores())
@@ -192,8 +193,27 @@ class _Check:
         # Data sets by name are never read by a loader of the user.
         return True if "data" not in grid and ":" not in self._config.data else None
 
+    def parts(self, points: "Iterable[Point]") -> list[str]:
+        """Return the parts of the data that all points have."""
+        from ritz.training._shared import PARTS
+
+        configs = (_at(self._config, self._options, each.training, each.others)[0]
+                   for each in points)  # fmt: skip
+        held = [self._data_of(config) for config in configs]
+        return [part for part in PARTS if all(getattr(data, part) is not None for data in held)]
+
+    def _data_of(self, config: "RunConfig") -> Any:
+        """Return the data of a point. Each data set of the grid is made once."""
+        from ritz.cli._factories import make_data
+
+        place = f"{config.data} {config.data_options}"
+        if place not in self._data:
+            folder = Path(config.data_dir) if config.data_dir else None
+            self._data[place] = make_data(config.data, data_dir=folder, options=config.data_options)
+        return self._data[place]
+
     def __call__(self, training: TrainingConfig, others: dict[str, Any]) -> None:
-        from ritz.cli._factories import loss_function, make_data, make_model
+        from ritz.cli._factories import loss_function, make_model
         from ritz.training._shared import PARTS, check_patience
 
         config, options = _at(self._config, self._options, training, others)
@@ -206,17 +226,13 @@ class _Check:
         made = others["model"] or others["data"] or {"model", "data"} & others["names"].keys()
         if not (made or patient):
             return
-        # Each model and data set of the grid is made once.
-        place = f"{config.data} {config.data_options}"
-        if place not in self._data:
-            folder = Path(config.data_dir) if config.data_dir else None
-            self._data[place] = make_data(config.data, data_dir=folder, options=config.data_options)
+        data = self._data_of(config)
         if patient:
-            parts = self._data[place]
-            check_patience([part for part in PARTS if getattr(parts, part) is not None])
-        name = f"{config.model} {config.model_options} {place}"
+            check_patience([part for part in PARTS if getattr(data, part) is not None])
+        # Each model of the grid is made once.
+        name = f"{config.model} {config.model_options} {config.data} {config.data_options}"
         if name not in self._models:
-            make_model(config.model, self._data[place], config.model_options)
+            make_model(config.model, data, config.model_options)
             self._models.add(name)
 
 

@@ -436,7 +436,9 @@ class Risk:
         """Raise if the samples of a batch depend on each other."""
         if not self.separable:
             wanted = "batch_norm='eval' or 'recomputed' and running statistics"
-            raise ValueError(f"{caller} needs {wanted}, got batch norm that couples samples")
+            raise ValueError(
+                f"{caller} needs {wanted}, got a risk with batch norm that couples samples"
+            )
 
     def sample_gap(self, *, alone: bool) -> str:
         """Return why the loss of a batch is not the mean over its samples, or ``""`` if it is.

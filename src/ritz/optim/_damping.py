@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.params import check_optimizer, parameters, set_setting
+from ritz._core.params import check_momentum, check_optimizer, parameters, set_setting
 from ritz._core.training_config import DampingRule
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance, shrinkage, stable_rate
-from ritz.measures._shared import preconditioned_curvature
+from ritz.measures._shared import check_groups, preconditioned_curvature
 from ritz.optim._curvature_optimizer import TracedMatrix, finite_loss, optimizer_risk
 from ritz.optim._groups import group_update, learning_rate
-from ritz.optim._momentum import momentum_buffers, without_momentum
+from ritz.optim._momentum import decay_parts, momentum_buffers, without_momentum
 from ritz.spectra import lanczos, trace
 
 RULES = get_args(DampingRule)
@@ -57,9 +57,10 @@ class Tuning:
 
 TUNING = Tuning()
 
-# What the rules `noise` and `shrinkage` have measured, in the groups of the optimiser: the damping
-# per unit of learning rate, and the damping that does not depend on the learning rate.
+# What a rule has measured, in the groups of the optimiser: the damping per unit of learning rate,
+# the damping that does not depend on the learning rate, and the rule and matrix they belong to.
 PER_RATE, OF_MATRIX = "damping_per_rate", "damping_of_matrix"
+MEASURED_BY = "damping_measured_by"
 
 
 def reduction_ratio(loss: float, after: Risk, predicted: float) -> float | None:
@@ -104,7 +105,7 @@ class Damping:
     :math:`\delta_e` is the damping of the **edge of stability**, which :func:`ritz.advise` advises.
     A damped step is at most :math:`\alpha / \delta` times as long as the gradient. It is stable if
     :math:`\alpha / \delta` is a stable learning rate of the same method without divisors,
-    :func:`ritz.stable_rate`. For momentum :math:`\rho`
+    :func:`ritz.measures.stable_rate`. For momentum :math:`\rho`
 
     .. math:: \delta_e = \alpha \frac{\lambda_1 + \kappa (\lambda'_1 - \lambda_1)}{2 (1 + \rho)},
         \quad \kappa = \frac{1 + \rho}{1 - \rho},
@@ -112,7 +113,7 @@ class Damping:
 
     where :math:`V(\phi_1)` is the variance of the matrices of single samples along the leading
     eigenvector, and :math:`1/b = 1/B - 1/N`. For damped Adam this is multiplied by
-    :math:`1 - \beta_1`, as for :func:`ritz.stable_rate`, and is more than enough: its
+    :math:`1 - \beta_1`, as for :func:`ritz.measures.stable_rate`, and is more than enough: its
     :math:`\sqrt v` damps as well.
 
     ``shrinkage``: Let :math:`m = \operatorname{tr} H/P`. The matrix
@@ -172,7 +173,8 @@ class Damping:
         check_optimizer(optimizer)
         check_choice("rule", rule, RULES)
         check_choice("matrix", matrix, MATRICES)
-        self.optimizer, self.rule, self.matrix, self.seed = optimizer, rule, matrix, seed
+        self.optimizer, self.rule, self.matrix = optimizer, rule, matrix
+        self.seed = check_count("seed", seed, low=0)
         if rule in ("shrinkage", "noise") and batch_size is None:
             raise ValueError(f"rule={rule!r} needs batch_size, got None")
         if batch_size is not None:
@@ -207,7 +209,7 @@ class Damping:
     @property
     def is_measured(self) -> bool:
         """Whether the edge of stability has been measured, so that ``step()`` needs no risk."""
-        return all(PER_RATE in group for group in self.optimizer.param_groups)
+        return all(map(self._has_measured, self.optimizer.param_groups))
 
     def step(self, risk: Risk | None = None) -> None:
         """Set the damping by the rule, for ``adaptive`` only its bound.
@@ -231,17 +233,30 @@ class Damping:
                 current = float(group["delta"] if self.rule == "adaptive" else group[OF_MATRIX])
                 self._set(group, max(current, self._stable(group)))
 
+    @property
+    def _measurement(self) -> str:
+        return f"{self.rule} of {self.matrix}"
+
+    def _has_measured(self, group: dict[str, Any]) -> bool:
+        # The groups may have the values of another rule, also after load_state_dict().
+        return bool(group.get(MEASURED_BY) == self._measurement)
+
+    def _per_rate(self, group: dict[str, Any]) -> float:
+        return float(group[PER_RATE]) if self._has_measured(group) else 0.0
+
     def _stable(self, group: dict[str, Any]) -> float:
         # The edge of stability moves with the learning rate, and so does the damping.
-        return learning_rate(group) * float(group.get(PER_RATE, 0.0))
+        return learning_rate(group) * self._per_rate(group)
 
     def _measure(self, risk: Risk) -> None:
         r"""Store :math:`\delta / \alpha` of the edge of stability, and the damping by shrinkage."""
         if self.batch_size is None:
             raise ValueError(f"step(risk) needs batch_size for rule={self.rule!r}, got None")
+        batch_size = check_count("batch_size", self.batch_size)
         restricted, _ = optimizer_risk(self.optimizer, risk)
+        check_groups(restricted, "Damping.step(risk)")
         # 1/b = 1/B - 1/N, which is zero for a batch of all samples.
-        inverse = max(0.0, 1 / self.batch_size - 1 / (self.num_samples or math.inf))
+        inverse = max(0.0, 1 / batch_size - 1 / (self.num_samples or math.inf))
         known: Any = {"matrix": self.matrix, "seed": self.seed}
         curvature = edge_curvature(restricted, inverse, **known)
         noise = shrunk = 0.0
@@ -252,8 +267,8 @@ class Damping:
         for group in self.optimizer.param_groups:
             stable = max(noise, edge_damping(*curvature, group))
             # After a fall of the curvature the weights may return to where it was.
-            group[PER_RATE] = max(stable, float(group.get(PER_RATE, 0.0)) / TUNING.fall)
-            group[OF_MATRIX] = shrunk
+            group[PER_RATE] = max(stable, self._per_rate(group) / TUNING.fall)
+            group[OF_MATRIX], group[MEASURED_BY] = shrunk, self._measurement
 
     @contextmanager
     def measured(self, risk: Risk) -> Iterator[None]:
@@ -309,15 +324,20 @@ def _own_step(
     gradient: Tensor,
     buffers: dict[Tensor, Tensor],
 ) -> Tensor:
-    """Return the last step without momentum, or with it where it is not known."""
-    after = start.space.flatten(params)
-    whole, slope = (start.space.unflatten(v) for v in (after - start.theta, gradient))
-    parts = {
-        part: {p: named[name] for name, p in params.items()}
-        for part, named in (("update", whole), ("gradient", slope))
-    }
-    own = without_momentum(optimizer, start, buffers=buffers, **parts)
-    steps = parts["update"] if own is None else own
+    """Return the last step without momentum, or with it where it is not known.
+
+    Decoupled weight decay does not follow the gradient, and is left out.
+    """
+    vectors = {"before": start.theta, "after": start.space.flatten(params), "gradient": gradient}
+    before, after, slope = (
+        {p: parts[name] for name, p in params.items()}
+        for parts in map(start.space.unflatten, vectors.values())
+    )
+    decay, coupled = decay_parts(optimizer, before)
+    update = {p: after[p] - before[p] - decay[p] for p in before}
+    full = {p: slope[p] + coupled[p] for p in before}
+    own = without_momentum(optimizer, start, update=update, gradient=full, buffers=buffers)
+    steps = update if own is None else own
     return start.space.flatten({name: steps[p] for name, p in params.items()})
 
 
@@ -413,6 +433,7 @@ def edge_damping(curvature: float, full: float, group: dict[str, Any]) -> float:
         group: Settings of the parameters, such as momentum.
     """
     kind, momentum, dampening = group_update(group)
+    check_momentum(momentum)  # a schedule may have changed it
     # Where the curvature is not positive, every rate is stable: 1 / inf = 0.
     return 1 / float(
         stable_rate(curvature, optimizer=kind, momentum=momentum, dampening=dampening, full=full)

@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer, RMSprop
 from ritz.curvature import Risk
 from ritz.measures._shared import divisors
 from ritz.optim._adaptive import ADAPTIVE
-from ritz.optim._groups import momentum_of
+from ritz.optim._groups import has_decoupled_decay, learning_rate, momentum_of
 from ritz.optim._kfac import KFAC, curvature_of
 from ritz.optim._newton import LanczosNewton
 from ritz.optim._spectral import SpectralSGD
@@ -27,6 +27,29 @@ def momentum_buffers(optimizer: Optimizer) -> dict[Tensor, Tensor]:
             buffer = optimizer.state.get(p, {}).get("momentum_buffer")
             buffers[p] = torch.zeros_like(p) if buffer is None else buffer.detach().clone()
     return buffers
+
+
+@torch.no_grad()
+def decay_parts(
+    optimizer: Optimizer, weights: Mapping[Tensor, Tensor]
+) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
+    r"""Return decoupled weight decay, and the L2 terms of the gradient, by parameter.
+
+    The first is the part :math:`-\alpha\gamma w` of a step, the second :math:`\gamma w`. One of
+    both is zero.
+
+    Args:
+        optimizer: The optimiser.
+        weights: Weights :math:`w` before the step.
+    """
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    decay, coupled = {}, {}
+    for p, w in weights.items():
+        factor = float(groups[p].get("weight_decay", 0.0))
+        decoupled = has_decoupled_decay(optimizer, groups[p])
+        decay[p] = w * (-learning_rate(groups[p]) * factor if decoupled else 0.0)
+        coupled[p] = w * (0.0 if decoupled else factor)
+    return decay, coupled
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from ritz._core.blocks import orthonormalize, row_products
 from ritz._core.checks import check_choice, check_count
-from ritz._core.params import check_setting, parameters
+from ritz._core.params import check_momentum, check_setting, parameters
 from ritz._core.results import AsymmetryError
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import DeflatedOperator, LinearOperator
@@ -120,8 +120,9 @@ class LanczosNewton(MatrixOptimizer):
         self._rows: Tensor | None = None  # the basis of all parameters, (k, n)
 
     def _check(self, settings: dict[str, Any]) -> None:
-        for name in ("lr", "eta", "momentum", "weight_decay"):
+        for name in ("lr", "eta", "weight_decay"):
             check_setting(name, settings[name])
+        check_momentum(settings["momentum"])
         # delta must be above 0, because flat directions have no other curvature.
         check_setting("delta", settings["delta"], zero=False)
         for name in ("num_steps", "interval"):

@@ -15,8 +15,7 @@ from ritz._core.params import check_optimizer, parameters
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.optim._curvature_optimizer import optimizer_risk
-from ritz.optim._groups import has_decoupled_decay, learning_rate
-from ritz.optim._momentum import momentum_buffers, without_momentum
+from ritz.optim._momentum import decay_parts, momentum_buffers, without_momentum
 
 
 @storable
@@ -103,7 +102,7 @@ def read_step(
         rows["without_momentum"] = without_momentum
     kind: Any = {"dtype": vectors.dtype, "device": vectors.device, "rows": len(vectors)}
     for name, vector in rows.items():
-        check_tensor(name, vector, **kind, like="vectors")
+        check_tensor(name, vector, **kind, ndim=1, like="vectors")
     if values.shape != vectors.shape[1:]:
         raise ValueError(f"values must be ({vectors.shape[1]},), got {tuple(values.shape)}")
     # w_{t+1} - w_t = - sum_i alpha_i u_i u_i' g, without decay and momentum.
@@ -204,19 +203,12 @@ class StepReader:
         risk, params = optimizer_risk(self.optimizer, risk)
         if any(p not in self.before or p.grad is None for p in params.values()):
             return None
-        group = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         before = _flatten(self.before[p] for p in params.values())
         gradient = _flatten(p.grad for p in params.values() if p.grad is not None)
-        coupled = torch.zeros_like(before)
-        decay = torch.zeros_like(before)
-        place = 0
-        for p in params.values():
-            part, place = slice(place, place + p.numel()), place + p.numel()
-            factor = float(group[p].get("weight_decay", 0.0))
-            if has_decoupled_decay(self.optimizer, group[p]):
-                decay[part] = -learning_rate(group[p]) * factor * before[part]
-            else:
-                coupled[part] = factor * before[part]
+        weights = {p: self.before[p] for p in params.values()}
+        decay, coupled = (
+            _flatten(parts.values()) for parts in decay_parts(self.optimizer, weights)
+        )
         after = _flatten(params.values())
         sizes = [p.numel() for p in params.values()]
         update, full = (

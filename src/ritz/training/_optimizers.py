@@ -156,10 +156,16 @@ def _construct(
     name: str, make: OptimizerFactory, subject: Any, settings: dict[str, Any]
 ) -> Optimizer:
     defaults = {key: each.default for key, each in inspect.signature(make).parameters.items()}
+    # Those that a partial passes on by **settings are not in its signature.
+    defaults |= getattr(make, "keywords", {})
     for key, value in settings.items():
-        # torch would compare text with a number, or take it for True.
-        kind = KINDS.get(type(defaults.get(key)))
-        if kind is not None and isinstance(value, str | Mapping):
+        # torch would compare text with a number, or take it for True, and True for 1.
+        default = type(defaults.get(key))
+        kind = KINDS.get(default)
+        wrong = isinstance(value, str | Mapping) or (
+            isinstance(value, bool) and default is not bool
+        )
+        if kind is not None and wrong:
             raise TypeError(f"{key} of optimizer {name} must be {kind}, got {value!r}")
     try:
         return make(subject, **settings)
@@ -435,16 +441,17 @@ def check_patience(parts: Container[str]) -> None:
     # The test data must not decide when the run ends.
     if "validation" not in parts:
         raise ValueError(
-            "patience needs validation data, got none: pass validation=, hold out images of a "
-            "data set (--set-data validation=500), or let your data function return "
-            "(train, validation, test)"
+            "patience needs validation data, got none: pass validation= to fit() or sweep(), or "
+            "hold out images of a data set (--set-data validation=500), or let your data function "
+            "return (train, validation, test)"
         )
 
 
 def check_final(config: TrainingConfig, average: optim.IterateAverage | None) -> None:
     """Raise if a run shall end with the weights of an average that it does not have."""
     if config.final == "average" and average is None:
-        raise ValueError("final='average' needs an average: pass average_from or patience")
+        raise ValueError("final='average' needs an average: pass average_from "
+                         "(--average-from) or patience (--patience)")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------

@@ -17,5 +17,5 @@ from ritz.training._run_folder import (
     train_run,
 )
 from ritz.training._sweep import outcome, run_plan
-from ritz.training._sweep_plan import SweepOptions, check_metric, plan_sweep
+from ritz.training._sweep_plan import Point, SweepOptions, check_metric, plan_sweep
 from ritz.training._weights import tensor_state

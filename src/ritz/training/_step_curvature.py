@@ -71,8 +71,8 @@ class StepCurvature:
         if config.curvature_batch_size is not None and not self._curved:
             kind = type(optimizer).__name__
             raise ValueError(
-                f"curvature_batch_size must be given with an optimiser that needs curvature, got "
-                f"{config.curvature_batch_size} for {kind}"
+                "curvature_batch_size must be given with an optimiser that needs curvature, such "
+                f"as lanczos_newton or hessian_free, got {config.curvature_batch_size} for {kind}"
             )
         # Lookahead only wraps: the innermost optimiser has the damping.
         self.damping = Damping(
@@ -172,7 +172,7 @@ class StepCurvature:
         if self._interval is None:
             raise ValueError("damping_interval is required: the data have no length")
         # The curvature of initial weights changes most in the first steps, so that it is measured
-        # at steps 1, 2, 4, 8 and so on of the first interval.
+        # after 0, 1, 2, 4, 8 and so on steps of the first interval.
         early = step < self._interval and step & (step - 1) == 0
         return early or step % self._interval == 0 or not self.damping.is_measured
 

@@ -252,7 +252,7 @@ def sweep(
         raise ValueError("config must be None with preset in the grid: pass options by keyword")
     task = _Fit(model, data, objects)
     made = SweepOptions(base=base, given=given, names=("preset",), check=task.check,
-                   named=objects.get("optimizer") is None, cuts=task.cuts)  # fmt: skip
+                        named=objects.get("optimizer") is None, cuts=task.cuts)  # fmt: skip
     plan = plan_sweep(made, grid, seeds=seeds, folder=folder)
     if "batch_size" in plan.grid and not task.cuts:
         refuse_batch_size(plan.grid["batch_size"])

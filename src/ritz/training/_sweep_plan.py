@@ -71,7 +71,7 @@ class Point:
 
     Attributes:
         name: Values of the grid and seed, also the name of its folder.
-        training: SweepOptions of training.
+        training: Options of training.
         others: Keywords of ``model`` and ``data``, and other ``names``: the model, the data.
         folder: Folder of the run, or ``None``.
     """
@@ -181,7 +181,7 @@ class Plan:
     """All runs of a sweep, checked before the first.
 
     Attributes:
-        base: SweepOptions of all runs.
+        base: Options of all runs.
         grid: Values by option.
         seeds: Seeds.
         points: The runs: all points for one seed after the other, so that an unfinished table
@@ -213,13 +213,13 @@ class Plan:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """SweepOptions of all runs, and how those of a point are made from them.
+    """Options of all runs, and how those of a point are made from them.
 
     Attributes:
         base: The options.
         given: Names of those that were chosen, which take precedence over a published setting.
         preset: A published setting of all runs, or ``None``.
-        names: SweepOptions of the grid that are not in :class:`TrainingConfig`.
+        names: Options of the grid that are not in :class:`TrainingConfig`.
         check: Raises for a point that no run could have: takes options of training, and others.
         named: Whether the optimiser is chosen by name, and not passed as an object.
         cuts: Whether the batch size is an option of training; ``None`` if not known.
@@ -279,7 +279,7 @@ def plan_sweep(
     """Return the runs of a sweep; raise if the grid is wrong.
 
     Args:
-        options: SweepOptions of all runs.
+        options: Options of all runs.
         grid: As for :func:`sweep`.
         seeds: As for :func:`sweep`.
         folder: As for :func:`sweep`.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 from ritz._core.batches import tensors
@@ -59,9 +59,10 @@ def _make_nothing() -> Any:
     return _nothing
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
+def _remove(handles: "list[RemovableHandle] | list[_Linears]") -> None:
     for handle in handles:
         handle.remove()
+    handles.clear()
 
 
 @final
@@ -127,7 +128,7 @@ class Capture:
         self._pass: Pass | None = None
         self._inside = False  # whether a forward pass of the model is running
         self._records: list[tuple[Block, Tensor, int, GradientEdge, Pass, Arrange]] = []
-        self._attentions: list[tuple[nn.Module, _Linears]] = []  # whose forward pass is running
+        self._linears: list[_Linears] = []  # of the attention whose forward pass is running
         self._handles = [
             model.register_forward_pre_hook(Hook(self, "begin"), with_kwargs=True, prepend=True)
         ]
@@ -148,6 +149,7 @@ class Capture:
         self._handles.append(model.register_forward_hook(hook, with_kwargs=True, always_call=True))
         # The hooks refer to the blocks, so they are removed together with the optimiser.
         weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, _remove, self._linears)
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -157,10 +159,13 @@ class Capture:
 
     def forget(self) -> None:
         """Discard recorded inputs whose derivatives have not arrived."""
-        self._pass, self._records = None, []
+        self._pass, self._inside, self._records = None, False, []
+        _remove(self._linears)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Record the number of samples at the beginning of a forward pass."""
+        # torch calls no hook after KeyboardInterrupt, which may have ended the last pass anywhere.
+        _remove(self._linears)
         # The rows of a layer may include positions, but those of the model are samples.
         if self.active and torch.is_grad_enabled():
             rows = next((len(x) for x in tensors((args, kwargs)) if x.ndim), None)
@@ -184,34 +189,34 @@ class Capture:
 
     def enter(self, module: nn.MultiheadAttention, args: Any, kwargs: Any) -> None:
         """Record the linear layers of an attention from here on."""
-        if not (self._is_noting() and torch.is_grad_enabled()):
+        _remove(self._linears)  # an attention calls no other one
+        if self._is_noting() and torch.is_grad_enabled():
+            arrange = _arrangement(module, args[0] if args else kwargs["query"])
+            linears = _Linears(Hook(self, "note_linear", arrange))
+            self._linears.append(linears)
+            linears.__enter__()  # type: ignore[no-untyped-call]
+
+    def note_linear(
+        self, arrange: Arrange, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor
+    ) -> None:
+        """Record a call of a linear layer of an attention."""
+        # Keys and values may have other inputs than queries. Their weights are then slices.
+        owners = [t if t._base is None else t._base for t in (weight, bias) if t is not None]
+        block = next((self._by_param[p] for p in owners if p in self._by_param), None)
+        if block is None or not self._is_noting():
             return
-        arrange = _arrangement(module, args[0] if args else kwargs["query"])
+        start = (weight.storage_offset() - owners[0].storage_offset()) // weight.stride(0)
+        rest = len(owners[0]) - start - len(weight)
 
-        def note(x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
-            # Keys and values may have other inputs than queries. Their weights are then slices.
-            owners = [t if t._base is None else t._base for t in (weight, bias) if t is not None]
-            block = next((self._by_param[p] for p in owners if p in self._by_param), None)
-            if block is None:
-                return
-            start = (weight.storage_offset() - owners[0].storage_offset()) // weight.stride(0)
-            rest = len(owners[0]) - start - len(weight)
+        def place(delta: Tensor) -> Tensor:
+            # The other outputs of the layer do not depend on this input.
+            return functional.pad(arrange(delta), (start, rest))
 
-            def place(delta: Tensor) -> Tensor:
-                # The other outputs of the layer do not depend on this input.
-                return functional.pad(arrange(delta), (start, rest))
-
-            self._record(block, arrange(x.detach()), output, place)
-
-        linears = _Linears(note)
-        linears.__enter__()  # type: ignore[no-untyped-call]
-        self._attentions.append((module, linears))
+        self._record(block, arrange(x.detach()), output, place)
 
     def leave(self, module: nn.MultiheadAttention, args: Any, output: Any) -> None:
         """Record no more linear layers of an attention, also after an error inside it."""
-        if self._attentions and self._attentions[-1][0] is module:
-            linears = self._attentions.pop()[1]
-            linears.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        _remove(self._linears)
 
     def _record(
         self, block: Block, x: Tensor, output: Any, arrange: Arrange = lambda delta: delta
@@ -328,7 +333,9 @@ def _arrangement(module: nn.MultiheadAttention, query: Tensor) -> Arrange:
 
 @final
 class _Linears(TorchFunctionMode):
-    """While active, reports the linear layers inside torch's function of attention.
+    """Reports the linear layers inside one call of torch's function of attention.
+
+    After this call it does nothing, even if nobody could remove it.
 
     Args:
         note: Called with input, weight, bias and output of each.
@@ -336,15 +343,29 @@ class _Linears(TorchFunctionMode):
 
     def __init__(self, note: Callable[[Tensor, Tensor, Tensor | None, Tensor], None]) -> None:
         super().__init__()
-        self._note = note
+        self._note, self._done = note, False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is functional.multi_head_attention_forward:
-            func = _with_linear(func, self._linear)
-        return func(*args, **(kwargs or {}))
+        if self._done or func is not functional.multi_head_attention_forward:
+            return func(*args, **(kwargs or {}))
+        try:
+            return _with_linear(func, self._linear)(*args, **(kwargs or {}))
+        finally:
+            self._done = True
+
+    def remove(self) -> None:
+        """Remove this mode, which need not be the innermost one, if it is active."""
+        above = []
+        while torch._C._len_torch_function_stack():
+            mode = _pop_mode()
+            if mode is self:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         output = functional.linear(x, weight, bias)

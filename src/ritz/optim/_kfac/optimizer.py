@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ritz._core.checks import check_range, check_type
-from ritz._core.params import check_setting
+from ritz._core.checks import check_type
+from ritz._core.params import check_momentum, check_setting
 from ritz.optim._curvature_optimizer import evaluate, optimizer_gradients
 from ritz.optim._kfac.curvature import Curvature, Gradients, Options, checked_settings
 from ritz.optim._kfac.preconditioner import check_clip, clip_factor
@@ -243,7 +243,7 @@ def _check_group(settings: dict[str, Any]) -> None:
     for name in ("lr", "weight_decay"):
         check_setting(name, settings[name])
     check_setting("delta", settings["delta"], zero=False)
-    check_range("momentum", settings["momentum"], low=0.0, high=1.0)
+    check_momentum(settings["momentum"])
     for name in ("nesterov", "maximize", "decoupled_weight_decay"):
         check_type(name, settings[name], bool, "True or False")
     if settings["nesterov"] and not settings["momentum"]:
