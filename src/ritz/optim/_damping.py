@@ -23,7 +23,7 @@ from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance, shrinkage, stable_rate
 from ritz.measures._shared import check_groups, preconditioned_curvature
 from ritz.optim._curvature_optimizer import TracedMatrix, finite_loss, optimizer_risk
-from ritz.optim._groups import group_update, learning_rate
+from ritz.optim._group_settings import group_update, learning_rate
 from ritz.optim._momentum import decay_parts, momentum_buffers, without_momentum
 from ritz.spectra import lanczos, trace
 

@@ -18,7 +18,7 @@ from ritz._core.checks import check_real_floating, check_rtol, check_type, is_be
 from ritz._core.params import check_optimizer
 from ritz._core.storage import storable
 from ritz.curvature._shared import layer_table
-from ritz.optim._groups import learning_rate
+from ritz.optim._group_settings import learning_rate
 
 # ------------------------------------------------------------------------------------------
 # Diversity of solutions: how much the outputs of several networks differ.

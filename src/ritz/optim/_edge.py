@@ -11,7 +11,7 @@ from ritz.curvature import CurvatureOperator, Risk
 from ritz.measures import stable_rate
 from ritz.measures._shared import divisors, scaled_operator
 from ritz.optim._adaptive import ADAPTIVE
-from ritz.optim._groups import group_update, has_decoupled_decay, learning_rate
+from ritz.optim._group_settings import group_update, has_decoupled_decay, learning_rate
 from ritz.optim._spectral import SpectralSGD
 
 PLAIN = (SGD, SpectralSGD)

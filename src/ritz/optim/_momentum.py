@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer, RMSprop
 from ritz.curvature import Risk
 from ritz.measures._shared import divisors
 from ritz.optim._adaptive import ADAPTIVE
-from ritz.optim._groups import has_decoupled_decay, learning_rate, momentum_of
+from ritz.optim._group_settings import has_decoupled_decay, learning_rate, momentum_of
 from ritz.optim._kfac import KFAC, curvature_of
 from ritz.optim._newton import LanczosNewton
 from ritz.optim._spectral import SpectralSGD
