@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 # Strips in which an inverse is computed on a GPU.
 STRIPS = 4
 # Rows of a matrix on a GPU begin at multiples of so many numbers, 16 bytes in float32. Layers with
-# a bias have odd orders, at which products take twice as long (TF32, H200).
+# a bias have odd orders, for which cuBLAS chose a kernel for unaligned rows (TF32, H200).
 ALIGNED = 4
 
 
