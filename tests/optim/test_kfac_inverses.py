@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ritz.optim import KFAC
-from ritz.optim._kfac.inverses import _inverse_by_products, times
+from ritz.optim._kfac.inverses import _inverse_by_products, inverses_of, times
 
 
 def positive(*shape):
@@ -21,6 +21,23 @@ def test_inverse_by_products_is_the_inverse(shape):
 
     torch.testing.assert_close(inverse @ matrix, torch.eye(shape[-1]).double().expand_as(matrix))
     assert torch.equal(inverse, inverse.mT)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_inverses_of_many_matrices_of_which_one_is_not_positive(device):
+    matrices = [positive(*shape).to(device) for shape in [(40,), (3,), (7,), (2, 9), (1,), (30,)]]
+    negative = torch.diag(torch.tensor([2.0, 1.0, -1e-18], dtype=torch.float64)).to(device)
+
+    *inverses, last = inverses_of(
+        [lambda each=each: each for each in [*matrices, negative]], negative.device
+    )
+
+    for matrix, inverse in zip(matrices, inverses, strict=True):
+        eye = torch.eye(matrix.shape[-1], dtype=torch.float64, device=device).expand_as(matrix)
+        torch.testing.assert_close(inverse @ matrix, eye)
+    # Eigenvalues that are negative by roundoff are replaced by eps times the largest one.
+    floor = 2 * torch.finfo(torch.float64).eps
+    torch.testing.assert_close(last.diagonal().cpu(), torch.tensor([0.5, 1, 1 / floor]).double())
 
 
 @pytest.mark.parametrize("transposed", [False, True])

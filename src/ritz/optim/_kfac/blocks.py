@@ -8,8 +8,9 @@ The input that belongs to the bias is the constant 1.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -36,7 +37,7 @@ from ritz.curvature._shared import (
     token_counts,
     token_deltas,
 )
-from ritz.optim._kfac.inverses import aligned, eigenbasis, inverse_of, times
+from ritz.optim._kfac.inverses import aligned, eigenbasis, times
 
 Kind = Literal["kfac", "ekfac"]
 DampingMethod = Literal["exact", "factored"]
@@ -86,6 +87,10 @@ class Settings:
 LayerCall = tuple[Call, list[Tensor]]
 
 
+def _tensors(call: LayerCall) -> list[Tensor]:
+    return [call[0].args[0], *call[1]]
+
+
 @dataclass(eq=False, slots=True)
 class Pass:
     """A forward pass of the model.
@@ -111,6 +116,9 @@ class Block(ABC):
         inverse: The tensors that :meth:`precondition` reads.
         inverse_delta: Damping with which the inverse was computed. ``None`` if not known.
         updates: Number of steps that entered the averages.
+        waits: Whether calls wait until the end of the step; see ``deferred.py``.
+        waiting: Groups of calls on the same samples that wait.
+        nbytes: Size of all inputs and derivatives of this step.
     """
 
     def __init__(
@@ -125,7 +133,10 @@ class Block(ABC):
         self.inverse: Tensors = {}
         self.inverse_delta: float | None = None
         self.updates = 0
-        self.samples = self.rows = 0
+        self.waits = False
+        self.waiting: list[list[LayerCall]] = []
+        self._versions: list[int] = []
+        self.samples = self.rows = self.nbytes = 0
         self._calls = 0  # calls whose derivatives have not arrived
         self._backward: object = None
         self._several = False  # whether several calls may belong to this backward pass
@@ -180,6 +191,11 @@ class Block(ABC):
     # The sums of a step.
 
     @property
+    def may_wait(self) -> bool:
+        """Whether the sums can be computed without reading values on the host."""
+        return True
+
+    @property
     @abstractmethod
     def joins(self) -> bool:
         """Whether all calls of a layer on the same samples must be added together."""
@@ -198,17 +214,40 @@ class Block(ABC):
         # count once. The rows of a layer may include positions, so the rows of the model are used.
         self._counted.add((of.backward, rows if of.rows is None else of.rows))
         self.samples = sum(samples for _, samples in self._counted)
+        self.nbytes += sum(tensor.nbytes for tensor in _tensors(call))
         if self.joins and self._several:
             key = of.backward, rows, len(call[1])
             self._waiting.setdefault(key, []).append(call)
         else:
-            self.add([call])
+            self._take([call])
+
+    def _take(self, calls: list[LayerCall]) -> None:
+        if self.waits:
+            self.waiting.append(calls)
+            self._versions += [tensor._version for call in calls for tensor in _tensors(call)]
+        else:
+            self.add(calls)
+
+    def take_waiting(self) -> list[Tensor]:
+        """Return inputs and derivatives of the calls that wait, which then wait no more."""
+        tensors = [each for calls in self.waiting for call in calls for each in _tensors(call)]
+        if [tensor._version for tensor in tensors] != self._versions:
+            raise RuntimeError(
+                f"K-FAC needs inputs and derivatives of layer {self.name!r} until the step, but "
+                "one of them was modified in place: use an operation that is not in place"
+            )
+        self.waiting, self._versions = [], []
+        return tensors
 
     def complete(self) -> None:
-        """Add the calls that had to wait for the end of the step."""
+        """Add the calls that had to wait for all calls of the step."""
         waiting, self._waiting, self._calls = self._waiting, {}, 0
         for calls in waiting.values():
-            self.add(calls)
+            self._take(calls)
+        self.join()
+
+    def join(self) -> None:
+        """Add columns to the sums of the same name."""
         # With accumulated batches of different sizes, there may be columns as well as sums.
         for name in self.columns.keys() & self.sums.keys():
             for x in self.columns.pop(name):
@@ -216,8 +255,14 @@ class Block(ABC):
 
     def clear(self) -> None:
         """Forget the sums of this step."""
-        self.sums, self.columns, self.samples, self.rows = {}, {}, 0, 0
+        self.restart()
+        self.samples = self.nbytes = 0
+        self.waiting, self._versions = [], []
         self._backward, self._counted, self._waiting, self._late = None, set(), {}, []
+
+    def restart(self) -> None:
+        """Forget the sums, but not the calls that wait."""
+        self.sums, self.columns, self.rows = {}, {}, 0
 
     def absorb(self, gain: float) -> None:
         """Update the averages with the sums of this step.
@@ -243,9 +288,11 @@ class Block(ABC):
             else:
                 self.average[name] = moment(x) * units[name]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the sums and columns of this step."""
-        yield from self.sums.values()
+    def checked(self) -> Iterator[Tensor]:
+        """Yield tensors that are finite if and only if all sums and columns of this step are."""
+        for name, value in self.sums.items():
+            # No entry of a second moment is larger than the largest one on its diagonal.
+            yield value.diagonal(dim1=-2, dim2=-1) if self._is_matrix(name) else value
         for parts in self.columns.values():
             yield from parts
 
@@ -274,13 +321,21 @@ class Block(ABC):
     @abstractmethod
     def _shapes(self, *, whole: bool = False) -> dict[str, tuple[int, ...]]: ...
 
+    def _is_matrix(self, name: str) -> bool:
+        """Return whether sums or averages are second moments of vectors."""
+        return True
+
     @abstractmethod
     def _units(self, gain: float) -> dict[str, float]:
         """Return the factors that turn sums into means, by name."""
 
+    def matrices(self, delta: float) -> dict[str, Callable[[], Tensor]]:
+        """Return functions that compute the matrices to invert, by name in :meth:`decompose`."""
+        return {}
+
     @abstractmethod
     def decompose(self, delta: float) -> Tensors:
-        """Return the tensors that represent the damped inverse of the current averages."""
+        """Return the tensors that represent the damped inverse, but for those of `matrices`."""
 
     @abstractmethod
     def blank(self) -> Tensors:
@@ -336,6 +391,13 @@ class KroneckerBlock(Block):
         # The names of the diagonal factors.
         large = {k for k, order in self.orders.items() if limit is not None and order > limit}
         self.diagonal = large | ({"inputs"} if self.table else set())
+
+    @property
+    def may_wait(self) -> bool:
+        return not self.table  # torch counts tokens on the host
+
+    def _is_matrix(self, name: str) -> bool:
+        return name != "scales" and name not in self.diagonal
 
     @property
     def joins(self) -> bool:
@@ -437,14 +499,23 @@ class KroneckerBlock(Block):
             order if name in self.diagonal else order**3 for name, order in self.orders.items()
         )
 
+    def matrices(self, delta: float) -> dict[str, Callable[[], Tensor]]:
+        if not self._is_factored():
+            return {}
+        shifts = self._shifts(delta)
+        return {
+            f"{name}_inverse": partial(self._shifted, name, shifts[name])
+            for name in self.orders
+            if name not in self.diagonal
+        }
+
     def decompose(self, delta: float) -> Tensors:
-        # (S + sqrt(delta)/pi I) (x) (A + pi sqrt(delta) I): the inverse of this approximation of
-        # S (x) A + delta I is a Kronecker product of two small inverses.
-        if self._is_factored():
-            root, pi = delta**0.5, self._balance()
-            shifts = {"inputs": pi * root, "outputs": root / pi}
-            return {f"{name}_inverse": self._invert(name, shifts[name]) for name in self.orders}
         result: Tensors = {}
+        if self._is_factored():
+            shifts = self._shifts(delta) if self.diagonal else {}
+            for name in self.diagonal:
+                result[f"{name}_inverse"] = (self.average[name] + shifts[name]).reciprocal()
+            return result
         for name in self.orders:
             if name in self.diagonal:
                 result[f"{name}_values"] = self.average[name].clone()
@@ -454,6 +525,13 @@ class KroneckerBlock(Block):
                 parts = eigenbasis(self.average[name], basis)
                 result |= {f"{name}_{k}": v for k, v in parts.items()}
         return result
+
+    def _shifts(self, delta: float) -> Tensors:
+        """Return the damping of each factor."""
+        # (S + sqrt(delta)/pi I) (x) (A + pi sqrt(delta) I): the inverse of this approximation of
+        # S (x) A + delta I is a Kronecker product of two small inverses.
+        root, pi = delta**0.5, self._balance()
+        return {"inputs": pi * root, "outputs": root / pi}
 
     def _balance(self) -> Tensor:
         r"""Return :math:`\pi`, with :math:`\pi^2` the mean eigenvalue of A over that of S.
@@ -469,12 +547,10 @@ class KroneckerBlock(Block):
         factor = self.average[name]
         return factor if name in self.diagonal else factor.diagonal(dim1=-2, dim2=-1)
 
-    def _invert(self, name: str, shift: Tensor) -> Tensor:
-        if name in self.diagonal:
-            return (self.average[name] + shift).reciprocal()
+    def _shifted(self, name: str, shift: Tensor) -> Tensor:
         shifted = self.average[name].clone()
         shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
-        return inverse_of(shifted)
+        return shifted
 
     def blank(self) -> Tensors:
         result: Tensors = {}

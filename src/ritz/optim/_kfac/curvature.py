@@ -16,7 +16,7 @@ from ritz._core.checks import check_type
 from ritz._core.distributed import all_sum, broadcast, rank, unwrapped, world_size
 from ritz._core.modes import arithmetic
 from ritz._core.params import check_optimizer, check_setting, parameters
-from ritz.curvature._shared import KFACKind, Replayed, Values, as_likelihood, known_loss
+from ritz.curvature._shared import KFACKind, Replayed, as_likelihood, known_loss
 from ritz.optim._kfac.blocks import (
     Basis,
     Block,
@@ -32,11 +32,12 @@ from ritz.optim._kfac.blocks import (
     block_of,
 )
 from ritz.optim._kfac.capture import Capture, is_attention
+from ritz.optim._kfac.deferred import NO_VALUES, DeferredSums, let_wait
+from ritz.optim._kfac.inverses import inverses_of
 from ritz.optim._state_tensors import StateDict, named_params, owners
 
 PREFIX = "kfac_"  # prefix of the names in the state of a parameter
 Gradients = dict[Tensor, Tensor]
-NO_VALUES = Values()  # the products with the inverses have no other inputs than the gradients
 
 
 class Options(TypedDict, total=False):
@@ -91,6 +92,7 @@ class Curvature:
         waits = settings.fisher != "empirical"
         self._capture = Capture(unwrapped(model), self.blocks, self._receive, waits=waits)
         self._loaded: dict[Tensor, Tensors] = {}
+        self._sums = DeferredSums()
         self._replayed: tuple[Any, Replayed] | None = None
         self.scaler = scaler
         self._arm()
@@ -191,6 +193,7 @@ class Curvature:
         if self.capturing:
             if gains := self._absorb(gradients):
                 self._invert(gains, deltas)
+            let_wait(self.blocks)
             for block in self.blocks:
                 block.clear()
         elif any(self._is_outdated(block, deltas[block]) for block in self.blocks):
@@ -236,6 +239,7 @@ class Curvature:
         with arithmetic(self.settings.precision):
             for block in self.blocks:
                 block.complete()
+            totals = self._sums.compute(self.blocks)
         local = torch.tensor([[b.samples, b.rows] for b in self.blocks], dtype=torch.float64)
         # One exchange of counts for all layers. A single process does not wait for the device.
         alone = world_size() == 1
@@ -250,8 +254,8 @@ class Curvature:
                     block.sums = {k: all_sum(v) for k, v in sorted((zeros | block.sums).items())}
                 active.append(block)
         self._drop_unseen(active, gradients)
-        # One number per layer, so that the step waits for the device once.
-        totals = [value.sum() for block in active for value in block.tensors()]
+        # One number per sum, so that the step waits for the device once.
+        totals += [each.sum() for b in active if not b.waits for each in b.checked()]
         # Sums that are not finite are dropped, as after an overflow of a scaled loss.
         if not totals or not bool(torch.stack(totals).isfinite().all()):
             return {}
@@ -324,11 +328,12 @@ class Curvature:
         process = _divide(blocks)
         # Never TF32, whose roundoff would exceed small eigenvalues.
         with arithmetic("float32"):
-            inverses = [
-                block.decompose(deltas[block]) if process[block] == rank() else block.blank()
+            inverses = {
+                block: block.decompose(deltas[block]) if process[block] == rank() else block.blank()
                 for block in blocks
-            ]
-        for block, inverse in zip(blocks, inverses, strict=True):
+            }
+            _add_inverses({b: inverses[b] for b in blocks if process[b] == rank()}, deltas)
+        for block, inverse in inverses.items():
             # Sorted, because collective operations need the same order in all processes.
             for name in sorted(inverse):
                 broadcast(inverse[name], process[block])
@@ -391,6 +396,19 @@ class Curvature:
             block.load({k: v.to(block.device, block.dtype, copy=True) for k, v in entry.items()})
         self._loaded = {}
         self._arm()
+
+
+def _add_inverses(inverses: dict[Block, Tensors], deltas: dict[Block, float]) -> None:
+    """Add the inverse matrices of the blocks to their tensors."""
+    wanted = [
+        (block, name, matrix)
+        for block in sorted(inverses, key=lambda block: -block.cost())  # the longest first
+        for name, matrix in block.matrices(deltas[block]).items()
+    ]
+    if wanted:
+        found = inverses_of([matrix for *_, matrix in wanted], wanted[0][0].device)
+        for (block, name, _), inverse in zip(wanted, found, strict=True):
+            inverses[block][name] = inverse
 
 
 def _precondition(

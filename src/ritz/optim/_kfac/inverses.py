@@ -1,9 +1,16 @@
 """Inverses and eigenbases of factors, and products with them that are fast on a GPU."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+# Streams on which a GPU computes inverses. A Cholesky decomposition alone uses a part of it.
+LANES = 4
 # Strips in which an inverse is computed on a GPU.
 STRIPS = 4
 # Rows of a matrix on a GPU begin at multiples of so many numbers, 16 bytes in float32. Layers with
@@ -11,14 +18,70 @@ STRIPS = 4
 ALIGNED = 4
 
 
-def inverse_of(matrix: Tensor) -> Tensor:
-    """Return the inverse of a positive definite matrix, by Cholesky factors if they exist."""
+def inverses_of(matrices: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:
+    """Return the inverses of positive definite matrices, by Cholesky factors if they exist.
+
+    Args:
+        matrices: Functions that compute the matrices, so that only a few exist at the same time.
+        device: Device of the matrices.
+    """
+    inverses, infos = [], []
+    with _side_by_side(device) as lane:
+        for number, matrix in enumerate(matrices):
+            with lane(number):
+                inverse, info = _inverse_by_cholesky(matrix())
+            inverses.append(inverse)
+            infos.append(info)
+    # Read together, so that a GPU is waited for once.
+    failed = torch.stack([info.to(device) for info in infos]).tolist() if infos else []
+    for number, matrix in enumerate(matrices):
+        if failed[number]:
+            inverses[number] = _inverse_by_eigen(matrix())
+    if device.type == "cuda":
+        for inverse in inverses:
+            inverse.record_stream(torch.cuda.current_stream(device))
+    return inverses
+
+
+@contextmanager
+def _side_by_side(device: torch.device) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
+    """Context manager for independent operations, which a GPU runs at the same time.
+
+    Yields a function of the number of an operation, which returns the context manager of the
+    operation.
+    """
+    if device.type != "cuda":
+        yield lambda number: nullcontext()
+        return
+    main, lanes = torch.cuda.current_stream(device), _lanes(device)
+    for lane in lanes:
+        lane.wait_stream(main)
+    try:
+        yield lambda number: torch.cuda.stream(lanes[number % len(lanes)])
+    finally:
+        for lane in lanes:
+            main.wait_stream(lane)
+
+
+@cache
+def _lanes(device: torch.device) -> list[torch.cuda.Stream]:
+    # Always the same streams: cuBLAS keeps a workspace for each.
+    return [torch.cuda.Stream(device) for _ in range(LANES)]
+
+
+def _inverse_by_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inverse, and a number that is zero if there is a Cholesky factor."""
     root, info = torch.linalg.cholesky_ex(matrix)
-    if not bool(info.any()):
-        if root.is_cuda:
-            return _inverse_by_products(root)
-        # The symmetric result is stored by columns, so its transpose is contiguous without a copy.
-        return torch.cholesky_inverse(root).mT.contiguous()
+    failed = info.amax()
+    if root.is_cuda:
+        return _inverse_by_products(root), failed
+    if bool(failed):
+        return matrix, failed
+    # The symmetric result is stored by columns, so its transpose is contiguous without a copy.
+    return torch.cholesky_inverse(root).mT.contiguous(), failed
+
+
+def _inverse_by_eigen(matrix: Tensor) -> Tensor:
     # An eigenvalue is negative by roundoff: the damping is below eps times the largest eigenvalue.
     values, basis = eigen(matrix)
     floor = torch.finfo(matrix.dtype).eps * values[..., -1:]
