@@ -45,17 +45,19 @@ def played(monkeypatch):
     """CUDA graphs without CUDA."""
 
     @contextmanager
-    def recording(graph, pool, stream):
+    def recording(graph, stream, *, pool, generators):
         Recording.graph = graph
         yield
         Recording.graph = None
 
+    monkeypatch.setattr(_cuda_graph, "recorded", recording)
+    monkeypatch.setattr(_cuda_graph, "_generators", list)
     for name, value in {
         "Stream": Stream,
         "current_stream": Stream,
         "graph_pool_handle": lambda: None,
         "CUDAGraph": Played,
-        "graph": recording,
+        "synchronize": lambda: None,
         "stream": lambda stream: contextmanager(lambda: iter([None]))(),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -95,19 +97,65 @@ def test_replays_run_hooks_and_count_as_steps_do(played, kind):
     assert torch.equal(found_totals.sums, totals.sums)
 
 
-def test_a_step_that_cannot_be_recorded_runs_as_an_ordinary_step(played, monkeypatch):
-    @contextmanager
-    def refusing(graph, pool, stream):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-        yield
+@contextmanager
+def refusing(graph, stream, *, pool, generators):
+    raise RuntimeError("operation not permitted when stream is capturing\nmore")
+    yield
 
-    monkeypatch.setattr(torch.cuda, "graph", refusing)
+
+def test_a_step_that_cannot_be_recorded_runs_as_an_ordinary_step(played, monkeypatch):
+    monkeypatch.setattr(_cuda_graph, "recorded", refusing)
     weights = walk("plain", lambda step: step)[0]
     with pytest.warns(UserWarning, match="not captured in a CUDA graph: operation not permitted"):
         found = walk("plain", lambda step: _cuda_graph.CapturedStep(step, required=False))[0]
     assert_same_bits(found, weights)
     with pytest.raises(ValueError, match="capture=True: the step cannot be captured"):
         walk("plain", lambda step: _cuda_graph.CapturedStep(step, required=True))
+
+
+def test_graphs_are_dropped_after_a_recording_that_failed(played, monkeypatch):
+    """They would draw dropout from the former state of the generator."""
+    take = walk("plain", lambda step: _cuda_graph.CapturedStep(step, required=False))[-1]
+    assert len(take._graphs) == 1
+    monkeypatch.setattr(_cuda_graph, "recorded", refusing)
+
+    pieces = [Piece(tuple(tensor[:5] for tensor in samples(48)))]
+    for _ in range(3):
+        take(pieces)
+    with pytest.warns(UserWarning, match="not captured"):
+        take(pieces)
+
+    assert not take._graphs
+
+
+@pytest.mark.gpu
+def test_dropout_works_after_a_recording_that_failed():
+    class Reads(torch.nn.Module):
+        """Can be captured until it reads a value on the host."""
+
+        reads = False
+
+        def forward(self, x):
+            return x + float(x.sum() > 1e9) if self.reads else x
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(network(dropout=0.3), Reads())
+
+    def watch(count, model, optimizer):
+        Reads.reads = count >= 6  # the graph of 12 rows exists, that of 6 cannot be recorded
+
+    watch.unit = "step"
+    with pytest.warns(UserWarning, match="not captured"):
+        result = fit(model, samples(30), num_epochs=8, batch_size=12, device="cuda",
+                     optimizer_settings={"lr": 0.1}, monitors=[watch])  # fmt: skip
+
+    assert result.status.outcome == "completed"
+    first, second = (torch.randn(3, device="cuda") for _ in range(2))
+    assert not torch.equal(first, second)
+    assert all(p.isfinite().all() for p in model.parameters())
+    # The allocator works as before: it frees its cache, and another run records its graphs.
+    torch.cuda.empty_cache()
+    fit(network(dropout=0.3), samples(24), num_epochs=4, batch_size=12, device="cuda", capture=True)
 
 
 @pytest.mark.gpu

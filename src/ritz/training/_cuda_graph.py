@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ritz._core.batches import tensors
+from ritz._core.cuda_graphs import recorded
 from ritz._core.distributed import world_size
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
@@ -98,19 +99,24 @@ class CapturedStep:
         copies = [tree_map_only(Tensor, torch.clone, piece[:2]) for piece in pieces]
         static = [Piece._make((*copy, *x[2:])) for copy, x in zip(copies, pieces, strict=True)]
         graph = torch.cuda.CUDAGraph()
+        # While a graph is recorded, torch cannot free memory that it has cached.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         try:
             with (
                 _without_hooks(self._step.optimizer),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+                recorded(graph, self._stream, pool=self._pool, generators=_generators()),
             ):
                 self._step(static)
         except RuntimeError as error:
+            # Earlier graphs would draw from the former states of the generators.
+            self._graphs.clear()
+            self._failed = True
             reason = str(error).splitlines()[0]
             if self._required:
                 message = f"capture=True: the step cannot be captured in a CUDA graph: {reason}"
                 raise ValueError(message) from error
             warnings.warn(f"steps are not captured in a CUDA graph: {reason}", stacklevel=2)
-            self._failed = True
             return False
         self._graphs[key] = graph, _inputs(static)
         return True
@@ -123,6 +129,11 @@ def _signature(pieces: Sequence[Piece]) -> Signature:
         str(shape),
         *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
     )
+
+
+def _generators() -> list[torch.Generator]:
+    """Return the random generators from which a step draws: dropout uses the default one."""
+    return [torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
 def _inputs(pieces: Sequence[Piece]) -> list[Tensor]:
