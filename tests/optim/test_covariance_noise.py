@@ -19,6 +19,7 @@ from curvature.noise_cases import (
 from torch import nn
 from torch.optim import SGD, Adam
 
+from ritz._core.random import epoch_generator
 from ritz.curvature import _noise_step
 from ritz.models import GhostBatchNorm2d
 from ritz.optim import KFAC, CovarianceNoise, IterateAverage, Lookahead, NoisySGD
@@ -96,7 +97,7 @@ def test_kronecker_factors_are_those_of_the_formula(name, pieces):
     # Draws with many seeds from the factors of one step.
     block = []
     for step in range(1000):
-        noise._step._step = step
+        noise._step.generators.begin(step)
         drawn = noise._step._draw()
         block.append(torch.cat([drawn[key].flatten() for key in noise._named]))
 
@@ -177,6 +178,35 @@ def test_a_resumed_run_is_the_same_bit_for_bit(kind, refresh, make):
 
     for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_numbers_depend_on_seed_and_step_alone():
+    generators = _noise_step.StepGenerators(3, torch.device("cpu"))
+    for step in (1, 5, 2, 2):
+        generators.begin(step)
+        for stream, generator in enumerate((generators.shared, generators.own)):
+            # An odd number of draws leaves half a pair of normal numbers behind.
+            found = torch.randn(5, generator=generator), torch.rand(3, generator=generator)
+            again = epoch_generator(3, (step << 16) + stream)
+            expected = torch.randn(5, generator=again), torch.rand(3, generator=again)
+            assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "trace", "kfac"])
+def test_new_roots_are_written_to_the_place_of_the_old(kind):
+    """From where the CUDA graphs of later steps read them."""
+    model = NETWORKS["mlp"]()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    noise = CovarianceNoise(optimizer, model, kind=kind, small=SMALL, refresh=2)
+    train(model, optimizer, noise, 2)
+    roots = [root for each in noise._step.roots.values() for root in each.values()]
+    old = [root.clone() for root in roots]
+
+    train(model, optimizer, noise, 1)
+
+    now = [root for each in noise._step.roots.values() for root in each.values()]
+    assert all(a is b for a, b in zip(now, roots, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(now, old, strict=True))
 
 
 def test_noise_stops_and_training_is_then_plain():

@@ -20,7 +20,7 @@ from ritz._core.batch_norm import batch_norms, evaluating
 from ritz._core.batches import num_rows, take_rows
 from ritz._core.distributed import all_sum, rank, world_size
 from ritz._core.modes import arithmetic, recording
-from ritz._core.random import epoch_generator
+from ritz._core.random import epoch_seed
 from ritz.curvature import _module_gradients as rules
 from ritz.curvature._adapter import Adapter
 from ritz.curvature._kfac import BlockRoot, LayerSums, block_root, times_root
@@ -42,20 +42,27 @@ Roots = dict[str, BlockRoot]  # by the first parameter of a module, or by parame
 HALF = (torch.float16, torch.bfloat16)
 
 
-def step_generator(
-    seed: int, step: int, device: torch.device, *, stream: int = 0
-) -> torch.Generator:
-    """Return the random generator of a step.
+@final
+class StepGenerators:
+    """Random generators of a step: one for numbers shared by all processes, one for each process.
 
-    It depends on the number of the step alone, so that a resumed run draws the same numbers.
+    Their numbers depend on the number of the step alone, so that a resumed run draws the same ones.
+    The generators are the same objects in all steps, because a CUDA graph draws from those that it
+    was recorded with. A replay reads their seeds, which :meth:`begin` sets.
 
     Args:
         seed: Seed of the noise.
-        step: Number of the step, from one.
         device: Device of the weights, so that a step does not wait for numbers from the CPU.
-        stream: Number of the stream. Different processes use different streams for their samples.
     """
-    return epoch_generator(seed, (step << 16) + stream, device)
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self.shared, self.own = torch.Generator(device), torch.Generator(device)
+
+    def begin(self, step: int) -> None:
+        """Set the seeds for a step, counted from one."""
+        for stream, generator in ((0, self.shared), (rank() + 1, self.own)):
+            generator.manual_seed(epoch_seed(self._seed, (step << 16) + stream))
 
 
 @final
@@ -84,6 +91,7 @@ class StepNoise:
         adapter: The model without wrappers, and its loss.
         kind: A kind of :func:`noise_sample` in ``BY_GRADIENT`` or ``BY_MOMENTS``.
         seed: Seed of all random numbers.
+        reused: Whether later steps reuse the square roots of second moments.
         beside: Returns a context manager for the additional passes, beside the backward pass of
             the loss.
     """
@@ -94,9 +102,11 @@ class StepNoise:
         *,
         kind: str,
         seed: int,
+        reused: bool = False,
         beside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.adapter, self.kind, self.seed, self.beside = adapter, kind, seed, beside
+        self.adapter, self.kind = adapter, kind
+        self.reused, self.beside = reused, beside
         self.params = {k: p for k, p in adapter.model.named_parameters() if p.requires_grad}
         self.layers = dict(adapter.model.named_modules())
         self.device = next((p.device for p in self.params.values()), torch.device("cpu"))
@@ -106,18 +116,19 @@ class StepNoise:
         self._risk: Risk | None = None  # of a few samples, for kind ``kfac``
         self._modules: dict[str, tuple[str, ...]] = {}
         self._pass = Pass(calls={}, deltas={})
-        self.begin(0, fresh=True)
+        self.generators = StepGenerators(seed, self.device)
+        self.begin(fresh=True)
 
-    def begin(self, step: int, *, fresh: bool) -> None:
+    def begin(self, *, fresh: bool) -> None:
         """Begin a step. ``fresh`` means: compute new second moments instead of reusing the old."""
-        self._step, self.fresh = step, fresh
+        self.fresh = fresh
+        if not self.reused:
+            self.roots = {}
         self._total: Noise = {}
         self._blocks: dict[str, LayerSums] = {}
         self._rows = 0
         self._signs: Any = 0.0
         self._scaled = False
-        # Each process draws its own signs and labels, for its own rows.
-        self._rng = step_generator(self.seed, step, self.device, stream=rank() + 1)
 
     @contextmanager
     def observing(self, batch: Any, *, active: bool = True) -> Iterator[None]:
@@ -179,10 +190,22 @@ class StepNoise:
                     value.nan_to_num_(0.0, 0.0, 0.0)
             return noise, rows
         if self.fresh:
-            self.roots = self._new_roots(rows)
+            self._store(self._new_roots(rows))
         if not self.roots:
             return {name: torch.zeros_like(p) for name, p in self.params.items()}, rows
         return self._draw(), rows
+
+    def _store(self, roots: Roots) -> None:
+        """Store square roots, in the place of the former ones if later steps reuse them.
+
+        The CUDA graph of such a step reads them from there.
+        """
+        if not self.reused or roots.keys() != self.roots.keys():
+            self.roots = roots
+            return
+        for name, root in roots.items():
+            for key, value in root.items():
+                self.roots[name][key].copy_(value)
 
     def _sums(self) -> tuple[Any, Any]:
         """Return the number of samples and the sum of the signs, over all processes.
@@ -242,10 +265,11 @@ class StepNoise:
 
     def _pull_signed(self, outputs: Tensor, target: Any, scale: float | Tensor, count: int) -> None:
         point = outputs.float() if outputs.dtype in HALF else outputs
+        rng = self.generators.own  # each process draws its own signs and labels, for its own rows
         if self._known is not None:
-            column = label_columns(self._known, point, target, 1, self._rng)[0]
+            column = label_columns(self._known, point, target, 1, rng)[0]
         else:
-            signs = random_signs((1, count), self._rng).to(outputs.device)
+            signs = random_signs((1, count), rng).to(outputs.device)
             column = sign_columns(self.adapter.loss_fn.call, point, target, signs)[0]
             # The sum stays on the device, because reading it would wait for the device.
             self._signs = self._signs + signs.sum(dtype=torch.float64)
@@ -307,7 +331,10 @@ class StepNoise:
         and so does this pass.
         """
         half = outputs.dtype in HALF and outputs.dtype != next(iter(self.params.values())).dtype
-        cast: Any = torch.autocast(self.device.type, outputs.dtype) if half else nullcontext()
+        cast: Any = nullcontext()
+        if half:
+            # Each weight is used once. A cache of casts is not possible in a CUDA graph.
+            cast = torch.autocast(self.device.type, outputs.dtype, cache_enabled=False)
         with evaluating(self.adapter.model, batch_statistics=True), constant_statistics():
             with self._hooks(None), recording(), cast:
                 outputs, target = self.adapter.forward(batch)
@@ -391,7 +418,7 @@ class StepNoise:
 
     def _draw(self) -> Noise:
         """Draw Gaussian noise from the roots, with the same numbers in all processes."""
-        rng = step_generator(self.seed, self._step, self.device)
+        rng = self.generators.shared
 
         def normal(shape: Any) -> Tensor:
             dtype = next(iter(self.params.values())).dtype
