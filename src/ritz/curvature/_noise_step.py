@@ -66,6 +66,44 @@ class StepGenerators:
 
 
 @final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Draw:
+    """Noise as a product ``scale * values * roots``, which is formed while it is added.
+
+    This saves passes over memory, of which a diagonal needs more than operations.
+
+    Attributes:
+        values: By parameter. Overwritten when the noise is added.
+        roots: Factors of the elements, by parameter; empty if there are none.
+        scale: A number, perhaps on the device.
+    """
+
+    values: Noise
+    roots: Noise
+    scale: float | Tensor
+
+    def formed(self) -> Noise:
+        """Return the noise of each parameter."""
+        roots, scale = self.roots, self.scale
+        return {k: x * scale * roots[k] if roots else x * scale for k, x in self.values.items()}
+
+    def add_to(self, targets: Noise, factor: float | Tensor) -> None:
+        """Add the noise of some parameters, times a factor, to other tensors in place."""
+        if not targets:
+            return
+        values, places = [self.values[name] for name in targets], list(targets.values())
+        factor = factor * self.scale
+        if isinstance(factor, Tensor):  # not read, which would wait for the device
+            torch._foreach_mul_(values, factor.to(values[0]))
+            factor = 1.0
+        if self.roots:
+            roots = [self.roots[name] for name in targets]
+            torch._foreach_addcmul_(places, values, roots, value=factor)
+        else:
+            torch._foreach_add_(places, values, alpha=factor)
+
+
+@final
 @dataclass(eq=False, kw_only=True)
 class Pass:
     """Calls of modules in a forward pass, and the derivatives in their outputs, by module."""
@@ -127,6 +165,7 @@ class StepNoise:
         self._total: Noise = {}
         self._blocks: dict[str, LayerSums] = {}
         self._rows = 0
+        self._unit: float | None = None  # the second moments are those in _total times its square
         self._signs: Any = 0.0
         self._scaled = False
 
@@ -169,7 +208,7 @@ class StepNoise:
                     self._pass_again(batch, count, outputs)
         self._rows += count
 
-    def collect(self, mean: Callable[[str], Tensor]) -> tuple[Noise, int | Tensor]:
+    def collect(self, mean: Callable[[str], Tensor]) -> tuple[Draw, int | Tensor]:
         """Return the noise of the step, the same in all processes, and its number of samples.
 
         Half precision may overflow. Elements of the noise that are not finite are then set to zero,
@@ -182,18 +221,18 @@ class StepNoise:
         if self.kind in BY_GRADIENT:
             noise = self._sum_parts()
             for name, value in noise.items():
-                value /= rows**0.5
                 if self.kind == "centred":
                     # Cov[n - t g] = F - g g', with t = M^(-1/2) sum_i s_i
-                    value.sub_(mean(name) * (signs / rows**0.5))
+                    value.sub_(mean(name) * signs)
                 if self._scaled:
                     value.nan_to_num_(0.0, 0.0, 0.0)
-            return noise, rows
+            return Draw(values=noise, roots={}, scale=rows**-0.5), rows
         if self.fresh:
             self._store(self._new_roots(rows))
         if not self.roots:
-            return {name: torch.zeros_like(p) for name, p in self.params.items()}, rows
-        return self._draw(), rows
+            zeros = {name: torch.zeros_like(p) for name, p in self.params.items()}
+            return Draw(values=zeros, roots={}, scale=1.0), rows
+        return self._draw(rows), rows
 
     def _store(self, roots: Roots) -> None:
         """Store square roots, in the place of the former ones if later steps reuse them.
@@ -372,14 +411,21 @@ class StepNoise:
             squares = rules.squared_gradients(layer, call, deltas)
         else:
             squares = {keys[0]: rules.squared_norm(layer, call, deltas)}
+        if self._unit is None:
+            # The factor of the first micro-batch, which most share, is applied to the result: a
+            # pass over large moments would cost more. Processes must use the same.
+            single = isinstance(factor, int | float) and world_size() == 1
+            self._unit = (factor or 1.0) if single else 1.0
+        factor = factor / self._unit
         for key, square in squares.items():
             place = full_name(name, key)
-            part = square.mul_(factor**2)
+            part = square.mul_(factor**2) if isinstance(factor, Tensor) or factor != 1 else square
             self._total[place] = self._total[place].add_(part) if place in self._total else part
 
     def _new_roots(self, rows: float | Tensor) -> Roots:
         """Return square roots of the mean second moments over all processes.
 
+        If they are not reused, those of ``diagonal`` lack a factor, which :meth:`_draw` applies.
         The result is empty if half precision overflowed. This check waits for the device.
         """
         if self.kind == "kfac":
@@ -393,16 +439,26 @@ class StepNoise:
             squares = self._sum_parts()
             if self._scaled and not _are_finite(list(squares.values())):
                 return {}
-            return {k: {"root": v.div_(rows).sqrt_()} for k, v in squares.items()}
+            moments = list(squares.values())
+            if self.reused:
+                share = self._mean_factor(rows)
+                share = share.to(moments[0]) if isinstance(share, Tensor) else share
+                torch._foreach_mul_(moments, share)
+            torch._foreach_sqrt_(moments)
+            return {name: {"root": root} for name, root in squares.items()}
         first = next(iter(self.params.values()))
         parts = [part.double() for part in self._total.values()]
         total = torch.stack(parts).sum() if parts else first.new_zeros((), dtype=torch.float64)
-        variance = all_sum(total) / rows
+        variance = all_sum(total) * self._mean_factor(rows)
         if self._scaled and not _are_finite([variance]):
             return {}
         if self.kind == "trace":
             variance = variance / sum(p.numel() for p in self.params.values())
         return {next(iter(self.params)): {"deviation": variance.sqrt().to(first.dtype)}}
+
+    def _mean_factor(self, rows: float | Tensor) -> float | Tensor:
+        """Return the factor from the total to the mean over all samples."""
+        return (self._unit or 1.0) ** 2 / rows
 
     def _block(self, name: str, rows: float | Tensor) -> LayerSums:
         """Return the mean sums of a module over all processes."""
@@ -416,7 +472,7 @@ class StepNoise:
             raise RuntimeError("the noise of a step needs a batch: call backward() before step()")
         return LayerSums(self._risk, name, self._modules[name], self.layers[name], alone=True)
 
-    def _draw(self) -> Noise:
+    def _draw(self, rows: float | Tensor) -> Draw:
         """Draw Gaussian noise from the roots, with the same numbers in all processes."""
         rng = self.generators.shared
 
@@ -424,12 +480,16 @@ class StepNoise:
             dtype = next(iter(self.params.values())).dtype
             return torch.randn(shape, generator=rng, device=self.device, dtype=dtype)
 
+        noise: Noise = {}
+        if self.kind != "kfac":
+            noise = {name: normal(p.shape) for name, p in self.params.items()}
         if self.kind == "diagonal":
-            return {k: normal(p.shape).mul_(self.roots[k]["root"]) for k, p in self.params.items()}
+            scale = 1.0 if self.reused else self._mean_factor(rows) ** 0.5
+            roots = {name: self.roots[name]["root"] for name in noise}
+            return Draw(values=noise, roots=roots, scale=scale)
         if self.kind != "kfac":
             deviation = next(iter(self.roots.values()))["deviation"]
-            return {k: normal(p.shape).mul_(deviation) for k, p in self.params.items()}
-        noise: Noise = {}
+            return Draw(values=noise, roots={}, scale=deviation)
         for module, keys in owners(list(self.params)).items():
             names = [full_name(module, key) for key in keys]
             shapes = [self.params[name].shape for name in names]
@@ -438,7 +498,7 @@ class StepNoise:
             flat = times_root(self.roots[names[0]], xi, bias="bias" in keys)[:, 0]
             parts = zip(names, flat.split(sizes), shapes, strict=True)
             noise |= {name: part.view(shape) for name, part, shape in parts}
-        return noise
+        return Draw(values=noise, roots={}, scale=1.0)
 
 
 def _unscale_factor(count: int, scale: Any) -> Any:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
@@ -17,6 +18,7 @@ from ritz.curvature._shared import (
     NOISE_KINDS,
     OF_STEP,
     Adapter,
+    Draw,
     Forward,
     NoiseKind,
     StepNoise,
@@ -135,7 +137,8 @@ class CovarianceNoise:
         self._named = {name: p for name, p in self._step.params.items() if p in held}
         if not self._named:
             raise ValueError("optimizer must have parameters of the model, got only others")
-        self._noise: dict[Tensor, Tensor] | None = None  # noise of the next step
+        self._names = {p: name for name, p in self._named.items()}
+        self._noise: Draw | None = None  # noise of the next step
         self._begun, self._recording, self._versions = False, False, list[int]()
         before = optimizer.register_step_pre_hook(torch.compiler.disable(self._before))
         after = optimizer.register_step_post_hook(torch.compiler.disable(self._after))
@@ -238,14 +241,15 @@ class CovarianceNoise:
 
         def mean(name: str) -> Tensor:
             gradient = self._named[name].grad if name in self._named else None
-            zero = torch.zeros_like(self._step.params[name])
-            return zero if gradient is None else gradient / scale
+            if gradient is None:
+                return torch.zeros_like(self._step.params[name])
+            return gradient / scale if isinstance(scale, Tensor) or scale != 1 else gradient
 
         # This noise does not depend on the samples of the step.
         if self.kind in OF_STEP:
             self._noise = self._of_step(mean)
             return
-        noise, rows = self._step.collect(mean)
+        draw, rows = self._step.collect(mean)
         # Checked in the first step alone, since the number may be a tensor on the device.
         if self.num_steps == 0 and rows <= self.small:
             raise ValueError(
@@ -255,7 +259,7 @@ class CovarianceNoise:
         excess: Any = 1 / self.small - 1 / rows
         many = isinstance(excess, Tensor)
         factor = excess.clamp_min(0).sqrt() if many else math.sqrt(max(0.0, excess))
-        self._noise = {p: noise[name].mul_(factor) for name, p in self._named.items()}
+        self._noise = replace(draw, scale=draw.scale * factor)
 
     def _beside(self) -> AbstractContextManager[None]:
         # K-FAC must not capture the additional passes of the noise.
@@ -301,16 +305,16 @@ class CovarianceNoise:
     # --------------------------------------------------------------------------------------
     # Hooks.
 
-    def _of_step(self, mean: Callable[[str], Tensor]) -> dict[Tensor, Tensor]:
+    def _of_step(self, mean: Callable[[str], Tensor]) -> Draw:
         rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
         device = self._step.device
         rng = self._step.generators.shared
-        noise: dict[Tensor, Tensor] = {}
+        noise: dict[str, Tensor] = {}
         for name, p in self._named.items():
             xi = torch.randn(p.shape, generator=rng, device=device, dtype=p.dtype)
             size = self._size(rates[p])
-            noise[p] = xi.mul_(size) if self.kind != "multiplicative" else xi * mean(name) * size
-        return noise
+            noise[name] = xi.mul_(size) if self.kind != "multiplicative" else xi * mean(name) * size
+        return Draw(values=noise, roots={}, scale=1.0)
 
     def _size(self, rate: float | Tensor) -> float | Tensor:
         """Return the standard deviation of the noise of a step. It is 0 if the step is."""
@@ -338,29 +342,26 @@ class CovarianceNoise:
                 self.begin()
             self.collect(1.0 if scale is None else scale)
         if self.momentum == "before" and self._noise is not None:
-            for p, noise in self._noise.items():
-                if p.grad is not None:
-                    # w - alpha step(g - noise): the sign agrees with momentum="after".
-                    p.grad.sub_(noise if scale is None else noise * scale)
+            grads = {k: p.grad for k, p in self._named.items() if p.grad is not None}
+            # w - alpha step(g - noise): the sign agrees with momentum="after".
+            self._noise.add_to(grads, -1.0 if scale is None else -scale)
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._noise is not None and self.momentum == "after":
+        draw = self._noise
+        if draw is not None and self.momentum == "after":
             found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+            if found_inf is not None:
+                # No noise if a fused optimiser skips the step. where() instead of a product,
+                # because the noise may be infinite.
+                values = {
+                    name: torch.where(found_inf.to(noise.device) == 0, noise, 0.0)
+                    for name, noise in draw.formed().items()
+                }
+                draw = Draw(values=values, roots={}, scale=1.0)
             for group in optimizer.param_groups:
-                rate = group["lr"]
-                for p in group["params"]:
-                    if p not in self._noise or p.grad is None:
-                        continue
-                    noise = self._noise[p]
-                    if found_inf is not None:
-                        # No noise if a fused optimiser skips the step. where() instead of a
-                        # product, because the noise may be infinite.
-                        noise = torch.where(found_inf.to(p.device) == 0, noise, 0.0)
-                    if isinstance(rate, Tensor):  # not read, which would wait for the device
-                        p.addcmul_(noise, rate.to(p))
-                    else:
-                        p.add_(noise, alpha=rate)
+                weights = [p for p in group["params"] if p in self._names and p.grad is not None]
+                draw.add_to({self._names[p]: p for p in weights}, group["lr"])
         if not self._recording:
             self.advance()
 
