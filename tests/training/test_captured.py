@@ -157,6 +157,27 @@ def test_replays_draw_the_noise_of_ordinary_steps(played, options, phases):
         assert_same_bits(found_average, averaged)
 
 
+def test_noise_goes_on_after_a_recording_that_failed(played, monkeypatch):
+    @contextmanager
+    def failing(graph, stream, *, pool, generators):
+        Recording.graph = graph
+        yield
+        Recording.graph = None
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(_cuda_graph, "recorded", failing)
+    weights, averaged, noise, _ = noisy_walk({"refresh": 3}, lambda step: step, 0.1)
+    with pytest.warns(UserWarning, match="not captured in a CUDA graph: operation failed"):
+        found, found_average, other, take = noisy_walk(
+            {"refresh": 3}, lambda step: _cuda_graph.CapturedStep(step, required=False), 0.1
+        )
+
+    assert not take._graphs
+    assert other.num_steps == noise.num_steps == 48
+    assert_same_bits(found, weights)
+    assert_same_bits(found_average, averaged)
+
+
 def test_graphs_are_dropped_after_a_recording_that_failed(played, monkeypatch):
     """They would draw dropout from the former state of the generator."""
     take = walk("plain", lambda step: _cuda_graph.CapturedStep(step, required=False))[-1]

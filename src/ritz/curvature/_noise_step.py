@@ -94,7 +94,7 @@ class Draw:
         values, places = [self.values[name] for name in targets], list(targets.values())
         factor = factor * self.scale
         if isinstance(factor, Tensor):  # not read, which would wait for the device
-            torch._foreach_mul_(values, factor.to(values[0]))
+            torch._foreach_mul_(values, factor.to(values[0]).reshape(()))
             factor = 1.0
         if self.roots:
             roots = [self.roots[name] for name in targets]
@@ -211,8 +211,9 @@ class StepNoise:
     def collect(self, mean: Callable[[str], Tensor]) -> tuple[Draw, int | Tensor]:
         """Return the noise of the step, the same in all processes, and its number of samples.
 
-        Half precision may overflow. Elements of the noise that are not finite are then set to zero,
-        and second moments that are not finite are computed again in the next step.
+        Half precision with a gradient scaler may overflow. Elements of the noise that are not
+        finite are then set to zero, and second moments that are not finite are computed again in
+        the next step.
 
         Args:
             mean: Returns the mean gradient of a parameter, by name, over all processes.
