@@ -2,7 +2,8 @@
 
 All jobs run in turn in one process; ratios are medians over rounds with their quartiles. On the CPU
 the clock is the processor time of one thread, which other processes disturb least. ``every 10``
-takes ten steps per round with second moments from the first of them. One command measures a GPU:
+takes ten steps per round with second moments from the first of them. ``captured`` steps are
+replayed from a CUDA graph, and are compared with captured plain steps. One command measures a GPU:
 ``python benchmarks/noise.py --device cuda --networks mlp vgg16``. Results are written after every
 network. A network takes at most ``--seconds``, and then has fewer rounds; a step that does not fit
 into memory is left out.
@@ -21,7 +22,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from ritz.curvature._shared import Adapter
 from ritz.optim import CovarianceNoise
+from ritz.training import TrainingConfig
+from ritz.training._cuda_graph import CapturedStep
+from ritz.training._step import Piece, Step
 
 # Name, options of the noise, steps per round.
 JOBS = [
@@ -32,6 +37,10 @@ JOBS = [
     ("plain, ten steps", None, 10),
     ("diagonal, every 10", {"kind": "diagonal", "refresh": 10}, 10),
     ("kfac, every 10", {"kind": "kfac", "refresh": 10}, 10),
+    # On CUDA alone.
+    ("captured plain", None, 1),
+    ("captured full", {"kind": "full"}, 1),
+    ("captured diagonal", {"kind": "diagonal"}, 1),
 ]
 
 
@@ -73,6 +82,27 @@ def job(model, batch, options, steps, args):
     return run
 
 
+def captured_job(model, batch, options, args):
+    """Return a function that replays a training step from a CUDA graph."""
+    # A graph reads the learning rate from memory.
+    rate = torch.tensor(1e-4, device=args.device)
+    optimizer = SGD(model.parameters(), lr=rate, momentum=0.9, fused=True)
+    noise = None
+    if options is not None:
+        noise = CovarianceNoise(optimizer, model, small=len(batch[0]) // 32, **options)
+    adapter, device = Adapter(model, cross_entropy, None), torch.device(args.device)
+    step = Step(adapter, optimizer, TrainingConfig(), device, cached=False, noise=noise)
+    take, pieces = CapturedStep(step, required=True), [Piece(batch)]
+    for _ in range(4):  # the fourth step is recorded
+        take(pieces)
+
+    def run():
+        take(pieces)
+        torch.cuda.synchronize()
+
+    return run
+
+
 def seconds(jobs, args):
     """Return the seconds of each job by round: at least two rounds, while time is left."""
     clock = time.perf_counter if args.device == "cuda" else time.process_time
@@ -101,15 +131,22 @@ def rows(name, args):
     inputs = torch.randn(args.batch, *inputs.shape[1:], generator=generator).to(args.device)
     labels = torch.randint(0, classes, (args.batch,), generator=generator).to(args.device)
     jobs, chosen = {}, [job for job in JOBS if not args.steps or job[0] in args.steps]
+    if args.device == "cpu":
+        chosen = [job for job in chosen if not job[0].startswith("captured")]
     for title, options, steps in chosen:
         other = make()[0].to(args.device)
         other.load_state_dict(model.state_dict())
-        jobs[title] = job(other, (inputs, labels), options, steps, args)
+        if title.startswith("captured"):
+            jobs[title] = captured_job(other, (inputs, labels), options, args)
+        else:
+            jobs[title] = job(other, (inputs, labels), options, steps, args)
     found = seconds(jobs, args)
     for title, _, steps in chosen:
         if title not in found:
             continue
         base = found["plain" if steps == 1 else "plain, ten steps"]
+        if title.startswith("captured"):
+            base = found["captured plain"]
         ratios = [a / b for a, b in zip(found[title], base, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         yield {

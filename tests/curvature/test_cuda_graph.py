@@ -88,6 +88,26 @@ def test_a_function_that_reads_values_is_called_as_usual():
 
 
 @pytest.mark.gpu
+def test_recordings_draw_nothing_from_the_default_generator():
+    def reading(vector):
+        return (vector + float(vector.sum()),)
+
+    for function in (affine([]), reading):
+        torch.cuda.manual_seed(3)
+        expected = torch.randn(5, device="cuda")
+        torch.cuda.manual_seed(3)
+        replayed = Replayed(function)
+        matrix, shift, vector = (tensor.cuda() for tensor in inputs(0))
+        values = Values([matrix, shift] if function is not reading else [])
+        for _ in range(5):
+            replayed(values, vector)
+
+        assert torch.equal(torch.randn(5, device="cuda"), expected)
+        x = torch.ones(8, 8, device="cuda", requires_grad=True)
+        torch.nn.functional.dropout(x, 0.5).sum().backward()
+
+
+@pytest.mark.gpu
 def test_no_graph_is_recorded_without_memory_for_its_copies():
     asked = []
 
@@ -113,8 +133,10 @@ def test_a_graph_that_repeats_nothing_is_not_used(monkeypatch):
         def replay(self): ...
 
     replayed, plain = Replayed(affine([])), affine([])
-    monkeypatch.setattr(_cuda_graph, "_capturing", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(_cuda_graph, "recorded", lambda *_, pool: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Empty)
+    for name in ("Stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, object)
     values, vector = Values(inputs(0)[:2]), inputs(0)[2]
 
     found = replayed._record(((), ()), values, [vector])

@@ -311,3 +311,36 @@ def test_too_many_outputs_for_exact_factors_point_to_drawn_labels():
     with pytest.raises(ValueError, match=r"300 outputs per sample: .*: use kind='monte_carlo'"):
         kfac(risk)
     assert kfac(risk, kind="monte_carlo").shape == (900, 900)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_larger_shift_saves_the_root_of_a_factor_with_more_roundoff(seed, monkeypatch):
+    """A factor of rank 40. Its other eigenvalues lie between -8 and 8 eps |A|."""
+    n, eps = 300, torch.finfo(torch.float32).eps
+    rng = torch.Generator().manual_seed(seed)
+    rows = torch.randn(n, 40, generator=rng, dtype=torch.float64)
+    exact = rows @ rows.T
+    # A symmetric matrix of independent entries with deviation s has eigenvalues up to 2 s root n.
+    errors = torch.randn(n, n, generator=rng, dtype=torch.float64)
+    errors = (errors + errors.T) * (0.5**0.5 * 8 * eps * exact.norm() / (2 * n**0.5))
+    matrix = (exact + errors).float()
+
+    def refuse(matrix):
+        raise AssertionError("an eigendecomposition is slow")
+
+    monkeypatch.setattr(torch.linalg, "eigh", refuse)
+    root = kfac_module.root(matrix).double()
+
+    gap = torch.linalg.matrix_norm(root @ root.T - matrix.double(), 2)
+    assert gap < 40 * eps * matrix.norm()
+    monkeypatch.setattr(kfac_module, "TUNING", kfac_module.Tuning(shifts=(1.0,)))
+    with pytest.raises(AssertionError, match="slow"):
+        kfac_module.root(matrix)
+
+
+def test_the_root_of_an_indefinite_matrix_is_that_of_its_positive_part():
+    matrix = torch.diag(torch.tensor([4.0, 1.0, -1.0]))
+
+    root = kfac_module.root(matrix)
+
+    torch.testing.assert_close(root @ root.T, torch.diag(torch.tensor([4.0, 1.0, 0.0])))

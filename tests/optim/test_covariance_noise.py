@@ -19,6 +19,7 @@ from curvature.noise_cases import (
 from torch import nn
 from torch.optim import SGD, Adam
 
+from ritz._core.random import epoch_generator
 from ritz.curvature import _noise_step
 from ritz.models import GhostBatchNorm2d
 from ritz.optim import KFAC, CovarianceNoise, IterateAverage, Lookahead, NoisySGD
@@ -44,7 +45,8 @@ def noise_of(name, kind, *, pieces=1, model=None, **options):
 
 
 def flat(noise):
-    return torch.cat([noise._noise[p].flatten() for p in noise._named.values()])
+    drawn = noise._noise.formed()
+    return torch.cat([drawn[name].flatten() for name in noise._named])
 
 
 def fixed_signs(monkeypatch):
@@ -73,7 +75,8 @@ def test_signed_losses_give_the_signed_sum_of_sample_gradients(name, kind, piece
 @pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_diagonal_is_that_of_the_dense_matrix(name, pieces):
-    noise, _ = noise_of(name, "diagonal", pieces=pieces)
+    # The roots are divided by the number of samples if they are reused.
+    noise, _ = noise_of(name, "diagonal", pieces=pieces, refresh=2)
     roots = noise._step.roots
     found = torch.cat([roots[key]["root"].flatten() for key in noise._named])
 
@@ -96,8 +99,8 @@ def test_kronecker_factors_are_those_of_the_formula(name, pieces):
     # Draws with many seeds from the factors of one step.
     block = []
     for step in range(1000):
-        noise._step._step = step
-        drawn = noise._step._draw()
+        noise._step.generators.begin(step)
+        drawn = noise._step._draw(N).formed()
         block.append(torch.cat([drawn[key].flatten() for key in noise._named]))
 
     assert_covariance(torch.stack(block, 1), expected(name, "kfac"))
@@ -134,7 +137,7 @@ def test_noise_enters_after_or_before_momentum(momentum):
         optimizer.zero_grad()
         noise.backward(data("mlp"))
         noise.collect()
-        drawn = {name: noise._noise[p].clone() for name, p in noise._named.items()}
+        drawn = noise._noise.formed()
         optimizer.step()
         loss = CROSS_ENTROPY(plain(data("mlp")[0]), data("mlp")[1])
         gradients = torch.autograd.grad(loss, list(plain.parameters()))
@@ -177,6 +180,50 @@ def test_a_resumed_run_is_the_same_bit_for_bit(kind, refresh, make):
 
     for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "trace"])
+@pytest.mark.parametrize("refresh", [1, 2])
+def test_micro_batches_of_any_share_have_the_moments_of_their_samples(kind, refresh):
+    _, expected = noise_of("mlp", kind, refresh=refresh)
+    model = NETWORKS["mlp"]().train()
+    noise = CovarianceNoise(SGD(model.parameters(), lr=0.1), model, kind=kind, small=SMALL,
+                            refresh=refresh)  # fmt: skip
+    x, y = data("mlp")
+    for rows, share in ((slice(0, 32), 0.5), (slice(32, N), torch.tensor(0.5).double())):
+        noise.backward((x[rows], y[rows]), share=share)
+    noise.collect()
+
+    torch.testing.assert_close(flat(noise) / FACTOR, expected)
+
+
+def test_numbers_depend_on_seed_and_step_alone():
+    generators = _noise_step.StepGenerators(3, torch.device("cpu"))
+    for step in (1, 5, 2, 2):
+        generators.begin(step)
+        for stream, generator in enumerate((generators.shared, generators.own)):
+            # An odd number of draws leaves half a pair of normal numbers behind.
+            found = torch.randn(5, generator=generator), torch.rand(3, generator=generator)
+            again = epoch_generator(3, (step << 16) + stream)
+            expected = torch.randn(5, generator=again), torch.rand(3, generator=again)
+            assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "trace", "kfac"])
+def test_new_roots_are_written_to_the_place_of_the_old(kind):
+    """From where the CUDA graphs of later steps read them."""
+    model = NETWORKS["mlp"]()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    noise = CovarianceNoise(optimizer, model, kind=kind, small=SMALL, refresh=2)
+    train(model, optimizer, noise, 2)
+    roots = [root for each in noise._step.roots.values() for root in each.values()]
+    old = [root.clone() for root in roots]
+
+    train(model, optimizer, noise, 1)
+
+    now = [root for each in noise._step.roots.values() for root in each.values()]
+    assert all(a is b for a, b in zip(now, roots, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(now, old, strict=True))
 
 
 def test_noise_stops_and_training_is_then_plain():

@@ -37,7 +37,8 @@ for kind in KINDS:
         optimizer.zero_grad()
         noise.backward(batch, share=share)
         noise.collect()
-        rows.append(torch.cat([noise._noise[p].flatten() for p in noise._named.values()]))
+        drawn = noise._noise.formed()
+        rows.append(torch.cat([drawn[name].flatten() for name in noise._named]))
         optimizer.step()
         with torch.no_grad():  # the weights, and with them the covariance, stay
             for p, q in zip(model.parameters(), start):

@@ -5,14 +5,19 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from training.examples import assert_same_bits, network, samples, state
+from torch.nn.functional import cross_entropy
+from training.examples import Stop, StoppedError, assert_same_bits, network, samples, state
 
-from ritz.optim import IterateAverage, Lookahead
+from ritz.curvature._noise_kinds import NOISE_KINDS
+from ritz.curvature._shared import Adapter
+from ritz.optim import CovarianceNoise, IterateAverage, Lookahead
 from ritz.training import TrainingConfig, _cuda_graph, fit
 from ritz.training._checkpoint import load_optimizer_state, optimizer_state
 from ritz.training._fit import channels_last
 from ritz.training._optimizers import create_optimizer
 from ritz.training._step import Piece, Step
+
+CAPTURED = [kind for kind in NOISE_KINDS if kind != "kfac"]
 
 
 class Stream:
@@ -24,7 +29,7 @@ class Played:
     """A graph whose replay computes what was recorded."""
 
     def replay(self):
-        with _cuda_graph._without_hooks(self.step.optimizer):
+        with _cuda_graph.recording_hooks(self.step.optimizer, self.step.noise):
             Step.__call__(self.step, self.pieces)
 
 
@@ -45,27 +50,25 @@ def played(monkeypatch):
     """CUDA graphs without CUDA."""
 
     @contextmanager
-    def recording(graph, pool, stream):
+    def recording(graph, stream, *, pool, generators):
         Recording.graph = graph
         yield
         Recording.graph = None
 
+    monkeypatch.setattr(_cuda_graph, "recorded", recording)
+    monkeypatch.setattr(_cuda_graph, "_generators", lambda noise: [])
     for name, value in {
         "Stream": Stream,
         "current_stream": Stream,
         "graph_pool_handle": lambda: None,
         "CUDAGraph": Played,
-        "graph": recording,
+        "synchronize": lambda: None,
         "stream": lambda stream: contextmanager(lambda: iter([None]))(),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
 
 
 def walk(kind, take_of):
-    from torch.nn.functional import cross_entropy
-
-    from ritz.curvature._shared import Adapter
-
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if kind == "lookahead":
@@ -95,19 +98,129 @@ def test_replays_run_hooks_and_count_as_steps_do(played, kind):
     assert torch.equal(found_totals.sums, totals.sums)
 
 
-def test_a_step_that_cannot_be_recorded_runs_as_an_ordinary_step(played, monkeypatch):
-    @contextmanager
-    def refusing(graph, pool, stream):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-        yield
+@contextmanager
+def refusing(graph, stream, *, pool, generators):
+    raise RuntimeError("operation not permitted when stream is capturing\nmore")
+    yield
 
-    monkeypatch.setattr(torch.cuda, "graph", refusing)
+
+def test_a_step_that_cannot_be_recorded_runs_as_an_ordinary_step(played, monkeypatch):
+    monkeypatch.setattr(_cuda_graph, "recorded", refusing)
     weights = walk("plain", lambda step: step)[0]
     with pytest.warns(UserWarning, match="not captured in a CUDA graph: operation not permitted"):
         found = walk("plain", lambda step: _cuda_graph.CapturedStep(step, required=False))[0]
     assert_same_bits(found, weights)
     with pytest.raises(ValueError, match="capture=True: the step cannot be captured"):
         walk("plain", lambda step: _cuda_graph.CapturedStep(step, required=True))
+
+
+def noisy_walk(options, take_of, rate):
+    model = network(norm=options.pop("norm", False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    average = IterateAverage(optimizer, start=3, interval=2)
+    noise = CovarianceNoise(optimizer, model, small=4, **options)
+    device = torch.device("cpu")
+    step = Recording(Adapter(model, cross_entropy, None), optimizer, TrainingConfig(), device,
+                     noise=noise)  # fmt: skip
+    take = take_of(step)
+    x, y = samples(48)
+    for i in range(48):
+        rows = slice(0, 20) if i % 4 == 3 else slice(4 * (i % 4), 4 * (i % 4) + 10)
+        take([Piece((x[rows], y[rows]))])
+    with average.applied(model):
+        averaged = state(model)
+    return state(model), averaged, noise, take
+
+
+@pytest.mark.parametrize(
+    ("options", "phases"),
+    [
+        *(({"kind": kind}, {"new moments"}) for kind in CAPTURED),
+        ({"refresh": 3, "until": 30}, {"new moments", "old moments", "without noise"}),
+        ({"kind": "full", "until": 20, "momentum": "before"}, {"new moments", "without noise"}),
+        ({"norm": True, "refresh": 3}, {"new moments", "old moments"}),
+    ],
+    ids=str,
+)
+def test_replays_draw_the_noise_of_ordinary_steps(played, options, phases):
+    if options.get("kind") == "sgld":
+        options = options | {"temperature": 1e-3}
+    for rate in (0.1, torch.tensor(0.1)):
+        weights, averaged, noise, _ = noisy_walk(dict(options), lambda step: step, rate)
+        found, found_average, other, take = noisy_walk(
+            dict(options), lambda step: _cuda_graph.CapturedStep(step, required=True), rate
+        )
+
+        assert {key[-1] for key in take._graphs} == phases
+        assert other.num_steps == noise.num_steps == 48
+        assert_same_bits(found, weights)
+        assert_same_bits(found_average, averaged)
+
+
+def test_noise_goes_on_after_a_recording_that_failed(played, monkeypatch):
+    @contextmanager
+    def failing(graph, stream, *, pool, generators):
+        Recording.graph = graph
+        yield
+        Recording.graph = None
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(_cuda_graph, "recorded", failing)
+    weights, averaged, noise, _ = noisy_walk({"refresh": 3}, lambda step: step, 0.1)
+    with pytest.warns(UserWarning, match="not captured in a CUDA graph: operation failed"):
+        found, found_average, other, take = noisy_walk(
+            {"refresh": 3}, lambda step: _cuda_graph.CapturedStep(step, required=False), 0.1
+        )
+
+    assert not take._graphs
+    assert other.num_steps == noise.num_steps == 48
+    assert_same_bits(found, weights)
+    assert_same_bits(found_average, averaged)
+
+
+def test_graphs_are_dropped_after_a_recording_that_failed(played, monkeypatch):
+    """They would draw dropout from the former state of the generator."""
+    take = walk("plain", lambda step: _cuda_graph.CapturedStep(step, required=False))[-1]
+    assert len(take._graphs) == 1
+    monkeypatch.setattr(_cuda_graph, "recorded", refusing)
+
+    pieces = [Piece(tuple(tensor[:5] for tensor in samples(48)))]
+    for _ in range(3):
+        take(pieces)
+    with pytest.warns(UserWarning, match="not captured"):
+        take(pieces)
+
+    assert not take._graphs
+
+
+@pytest.mark.gpu
+def test_dropout_works_after_a_recording_that_failed():
+    class Reads(torch.nn.Module):
+        """Can be captured until it reads a value on the host."""
+
+        reads = False
+
+        def forward(self, x):
+            return x + float(x.sum() > 1e9) if self.reads else x
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(network(dropout=0.3), Reads())
+
+    def watch(count, model, optimizer):
+        Reads.reads = count >= 6  # the graph of 12 rows exists, that of 6 cannot be recorded
+
+    watch.unit = "step"
+    with pytest.warns(UserWarning, match="not captured"):
+        result = fit(model, samples(30), num_epochs=8, batch_size=12, device="cuda",
+                     optimizer_settings={"lr": 0.1}, monitors=[watch])  # fmt: skip
+
+    assert result.status.outcome == "completed"
+    first, second = (torch.randn(3, device="cuda") for _ in range(2))
+    assert not torch.equal(first, second)
+    assert all(p.isfinite().all() for p in model.parameters())
+    # The allocator works as before: it frees its cache, and another run records its graphs.
+    torch.cuda.empty_cache()
+    fit(network(dropout=0.3), samples(24), num_epochs=4, batch_size=12, device="cuda", capture=True)
 
 
 @pytest.mark.gpu
@@ -124,6 +237,61 @@ def test_captured_runs_equal_runs_of_ordinary_steps(optimizer):
         found.append(state(model))
     # A rate in a tensor and a fused kernel round otherwise than the ordinary ones.
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
+NOISY = {"num_epochs": 12, "batch_size": 24, "device": "cuda", "noise_batch": 4,
+         "optimizer_settings": {"lr": 0.05}}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"noise": kind} for kind in CAPTURED if kind != "trace_unscaled"),
+        {"noise": "diagonal", "noise_refresh": 10, "num_epochs": 40},
+        {"noise": "trace", "noise_refresh": 2, "noise_until": 0.5},
+        {"noise": "full", "noise_until": 0.5, "noise_momentum": "before"},
+        {"noise": "diagonal", "norm": True},
+        {"noise": "diagonal", "accumulate": 2, "batch_size": 12},
+        {"noise": "diagonal", "precision": "bfloat16"},
+        {"noise": "diagonal", "optimizer": "adamw", "optimizer_settings": {"lr": 1e-3}},
+        {"noise": "none", "noise_batch": None, "optimizer": "noisy_sgd"},
+        {"noise": "diagonal", "optimizer": "lookahead_sgd", "average_from": 3},
+    ],
+    ids=str,
+)
+def test_captured_runs_draw_the_noise_of_ordinary_steps(options):
+    options, found = NOISY | options, []
+    norm = options.pop("norm", False)
+    for capture in (False, True):
+        model = network(norm=norm, dropout=0.2)
+        fit(model, samples(60), capture=capture, **options)
+        found.append(state(model))
+    # A learning rate in a tensor rounds otherwise than a number.
+    half = options.get("precision") == "bfloat16"
+    rtol, atol = (1e-2, 1e-2) if half else (1e-4, 1e-5)
+    torch.testing.assert_close(found[1], found[0], rtol=rtol, atol=atol)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("refresh", [1, 4])
+@pytest.mark.parametrize("kind", ["diagonal", "full"])
+def test_a_captured_run_with_noise_is_resumed_bit_for_bit(kind, refresh, tmp_path):
+    common = NOISY | {"capture": True, "noise": kind, "noise_refresh": refresh,
+                      "deterministic": True}  # fmt: skip
+    whole, parts = network(dropout=0.3), network(dropout=0.3)
+    fit(whole, samples(60), **common)
+    # Saved after every step, and stopped between two refreshes.
+    with pytest.raises(StoppedError):
+        fit(parts, samples(60), checkpoint=tmp_path, save_interval=0, monitors=[Stop(22)], **common)
+    fit(parts, samples(60), checkpoint=tmp_path, **common)
+    assert_same_bits(state(parts), state(whole))
+
+
+@pytest.mark.gpu
+def test_steps_with_kronecker_factored_noise_are_not_captured():
+    result = fit(network(), samples(60), noise="kfac", **NOISY)
+    assert result.status.outcome == "completed"
 
 
 @pytest.mark.gpu
@@ -200,7 +368,8 @@ def test_sgd_is_not_fused_where_a_scaler_may_skip_its_first_step():
 @pytest.mark.gpu
 @pytest.mark.parametrize("capture", [False, True], ids=["ordinary", "captured"])
 @pytest.mark.parametrize("as_batches", [False, True], ids=["tensors", "batches of the host"])
-def test_no_step_waits_for_the_device(capture, as_batches):
+@pytest.mark.parametrize("noise", ["none", "diagonal", "full", "trace"])
+def test_no_step_waits_for_the_device(capture, as_batches, noise):
     """torch warns of every wait; their number must not depend on that of the steps."""
 
     def waits(count):
@@ -212,7 +381,9 @@ def test_no_step_waits_for_the_device(capture, as_batches):
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                fit(network().cuda(), data, num_epochs=2, batch_size=8, capture=capture)
+                small = None if noise == "none" else 4
+                fit(network().cuda(), data, num_epochs=2, batch_size=8, capture=capture,
+                    noise=noise, noise_batch=small)  # fmt: skip
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         return sum("synchroniz" in str(one.message) for one in told)

@@ -79,7 +79,12 @@ def epoch_generator(seed: int, epoch: int, device: torch.device | str = "cpu") -
         >>> bool((torch.randperm(5, generator=first) == torch.randperm(5, generator=again)).all())
         True
     """
+    return torch.Generator(device).manual_seed(epoch_seed(seed, epoch))
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return the seed of :func:`epoch_generator`."""
     epoch = check_count("epoch", epoch, low=0)
     # A hash instead of seed + epoch, so that runs with neighbouring seeds do not share epochs.
     digest = hashlib.sha256(f"{int(seed)} {epoch}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+    return int.from_bytes(digest[:7], "little")

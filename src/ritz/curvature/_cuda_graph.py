@@ -2,8 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import is_below
+from ritz._core.cuda_graphs import recorded
 from ritz._core.distributed import world_size
 from ritz._core.modes import uses_tf32
 
@@ -162,44 +162,20 @@ class Replayed:
         try:
             static = Values(each.clone() if isinstance(each, Tensor) else each for each in values)
             places, graph = [each.clone() for each in inputs], torch.cuda.CUDAGraph()
-            with _capturing(graph):
+            pool = torch.cuda.graph_pool_handle()
+            with recorded(graph, torch.cuda.Stream(), pool=pool):
                 outputs = tuple(self._function(*static, *places))
         except RuntimeError:  # also if memory is short
             return expected
-        recorded = _Recorded(
+        entry = _Recorded(
             graph=graph, fixed=_tensors(static), inputs=places, outputs=outputs,
             source=weakref.ref(values), settings=key[0],
         )  # fmt: skip
         for output in outputs:
             output.fill_(torch.nan)  # a graph without kernels must not pass
-        if all(map(_is_same, recorded.replay(inputs), expected)):
-            self._recorded[key] = self._last = recorded
+        if all(map(_is_same, entry.replay(inputs), expected)):
+            self._recorded[key] = self._last = entry
         return expected
-
-
-@contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Record the kernels of the block. If that fails, leave torch as it was, and raise."""
-    device, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(stream):
-            # Other threads, such as those of a data loader, may call CUDA meanwhile.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                yield
-            finally:
-                graph.capture_end()
-    except BaseException:
-        # If the end of a capture fails, torch goes on to allocate for it, and refuses to empty its
-        # cache. There is no public function to end that.
-        with suppress(Exception):
-            torch._C._cuda_endAllocateToPool(device, pool)
-            torch._C._cuda_releasePool(device, pool)
-        raise
-    finally:
-        torch.cuda.current_stream().wait_stream(stream)
 
 
 def _tensors(values: Sequence[Tensor | int]) -> list[Tensor]:

@@ -36,10 +36,13 @@ class Tuning:
     # The block of a module without Kronecker factors is formed up to this number of parameters:
     # 32 MB of doubles. For larger modules the diagonal of the block is used.
     dense_block: int = 2048
-    # Multiple of the identity that is added before a Cholesky decomposition, in eps |A|. For
-    # singular factors of 300 to 2,000 rows in float32, 0.1 is too little and 0.3 nearly enough.
-    # With 1 the root is as accurate as that of eigh, 2e-6 to 5e-6 of |A|.
-    shift: float = 1.0
+    # Multiples of the identity that are added before a Cholesky decomposition, in eps |A|: the
+    # second if the first is too little. For singular factors of 300 to 2,000 rows in float32, 0.1
+    # is too little and 0.3 nearly enough. With 1 the root is as accurate as that of eigh, 2e-6 to
+    # 5e-6 of |A|. With factors of 8,193 rows whose products are computed in TF32 it fails at times,
+    # and an eigendecomposition of that size takes 0.6 s (H200). 32 adds 4e-6 |A| to all
+    # eigenvalues, no more than the error that the root has without it.
+    shifts: tuple[float, ...] = (1.0, 32.0)
 
 
 TUNING = Tuning()
@@ -274,14 +277,16 @@ def root(matrix: Tensor) -> Tensor:
     r"""Return a matrix :math:`R` with :math:`R R^\top` the positive semi-definite matrix."""
     # The smallest eigenvalues of a singular matrix may be negative by roundoff, which this shift
     # outweighs. An eigendecomposition takes 30 times as long (4,608 rows, H200: 125 ms).
-    shifted = matrix.clone()
-    shifted.diagonal().add_(TUNING.shift * torch.finfo(matrix.dtype).eps * matrix.norm())
-    triangle: Tensor
-    triangle, info = torch.linalg.cholesky_ex(shifted)
-    # The results are made contiguous, as after loading from a file, since the last bits of a
-    # product depend on strides.
-    if not int(info) and bool(triangle.isfinite().all()):
-        return triangle.contiguous()
+    unit = torch.finfo(matrix.dtype).eps * matrix.norm()
+    for shift in TUNING.shifts:
+        shifted = matrix.clone()
+        shifted.diagonal().add_(shift * unit)
+        triangle: Tensor
+        triangle, info = torch.linalg.cholesky_ex(shifted)
+        # The results are made contiguous, as after loading from a file, since the last bits of a
+        # product depend on strides.
+        if not int(info) and bool(triangle.isfinite().all()):
+            return triangle.contiguous()
     values, vectors = torch.linalg.eigh(matrix)
     square_root: Tensor = (vectors * values.clamp_min(0).sqrt()).contiguous()
     return square_root

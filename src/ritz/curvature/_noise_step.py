@@ -20,7 +20,7 @@ from ritz._core.batch_norm import batch_norms, evaluating
 from ritz._core.batches import num_rows, take_rows
 from ritz._core.distributed import all_sum, rank, world_size
 from ritz._core.modes import arithmetic, recording
-from ritz._core.random import epoch_generator
+from ritz._core.random import epoch_seed
 from ritz.curvature import _module_gradients as rules
 from ritz.curvature._adapter import Adapter
 from ritz.curvature._kfac import BlockRoot, LayerSums, block_root, times_root
@@ -42,20 +42,65 @@ Roots = dict[str, BlockRoot]  # by the first parameter of a module, or by parame
 HALF = (torch.float16, torch.bfloat16)
 
 
-def step_generator(
-    seed: int, step: int, device: torch.device, *, stream: int = 0
-) -> torch.Generator:
-    """Return the random generator of a step.
+@final
+class StepGenerators:
+    """Random generators of a step: one for numbers shared by all processes, one for each process.
 
-    It depends on the number of the step alone, so that a resumed run draws the same numbers.
+    Their numbers depend on the number of the step alone, so that a resumed run draws the same ones.
+    The generators are the same objects in all steps, because a CUDA graph draws from those that it
+    was recorded with. A replay reads their seeds, which :meth:`begin` sets.
 
     Args:
         seed: Seed of the noise.
-        step: Number of the step, from one.
         device: Device of the weights, so that a step does not wait for numbers from the CPU.
-        stream: Number of the stream. Different processes use different streams for their samples.
     """
-    return epoch_generator(seed, (step << 16) + stream, device)
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self.shared, self.own = torch.Generator(device), torch.Generator(device)
+
+    def begin(self, step: int) -> None:
+        """Set the seeds for a step, counted from one."""
+        for stream, generator in ((0, self.shared), (rank() + 1, self.own)):
+            generator.manual_seed(epoch_seed(self._seed, (step << 16) + stream))
+
+
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Draw:
+    """Noise as a product ``scale * values * roots``, which is formed while it is added.
+
+    This saves passes over memory, of which a diagonal needs more than operations.
+
+    Attributes:
+        values: By parameter. Overwritten when the noise is added.
+        roots: Factors of the elements, by parameter; empty if there are none.
+        scale: A number, perhaps on the device.
+    """
+
+    values: Noise
+    roots: Noise
+    scale: float | Tensor
+
+    def formed(self) -> Noise:
+        """Return the noise of each parameter."""
+        roots, scale = self.roots, self.scale
+        return {k: x * scale * roots[k] if roots else x * scale for k, x in self.values.items()}
+
+    def add_to(self, targets: Noise, factor: float | Tensor) -> None:
+        """Add the noise of some parameters, times a factor, to other tensors in place."""
+        if not targets:
+            return
+        values, places = [self.values[name] for name in targets], list(targets.values())
+        factor = factor * self.scale
+        if isinstance(factor, Tensor):  # not read, which would wait for the device
+            torch._foreach_mul_(values, factor.to(values[0]).reshape(()))
+            factor = 1.0
+        if self.roots:
+            roots = [self.roots[name] for name in targets]
+            torch._foreach_addcmul_(places, values, roots, value=factor)
+        else:
+            torch._foreach_add_(places, values, alpha=factor)
 
 
 @final
@@ -84,6 +129,7 @@ class StepNoise:
         adapter: The model without wrappers, and its loss.
         kind: A kind of :func:`noise_sample` in ``BY_GRADIENT`` or ``BY_MOMENTS``.
         seed: Seed of all random numbers.
+        reused: Whether later steps reuse the square roots of second moments.
         beside: Returns a context manager for the additional passes, beside the backward pass of
             the loss.
     """
@@ -94,9 +140,11 @@ class StepNoise:
         *,
         kind: str,
         seed: int,
+        reused: bool = False,
         beside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.adapter, self.kind, self.seed, self.beside = adapter, kind, seed, beside
+        self.adapter, self.kind = adapter, kind
+        self.reused, self.beside = reused, beside
         self.params = {k: p for k, p in adapter.model.named_parameters() if p.requires_grad}
         self.layers = dict(adapter.model.named_modules())
         self.device = next((p.device for p in self.params.values()), torch.device("cpu"))
@@ -106,18 +154,20 @@ class StepNoise:
         self._risk: Risk | None = None  # of a few samples, for kind ``kfac``
         self._modules: dict[str, tuple[str, ...]] = {}
         self._pass = Pass(calls={}, deltas={})
-        self.begin(0, fresh=True)
+        self.generators = StepGenerators(seed, self.device)
+        self.begin(fresh=True)
 
-    def begin(self, step: int, *, fresh: bool) -> None:
+    def begin(self, *, fresh: bool) -> None:
         """Begin a step. ``fresh`` means: compute new second moments instead of reusing the old."""
-        self._step, self.fresh = step, fresh
+        self.fresh = fresh
+        if not self.reused:
+            self.roots = {}
         self._total: Noise = {}
         self._blocks: dict[str, LayerSums] = {}
         self._rows = 0
+        self._unit: float | None = None  # the second moments are those in _total times its square
         self._signs: Any = 0.0
         self._scaled = False
-        # Each process draws its own signs and labels, for its own rows.
-        self._rng = step_generator(self.seed, step, self.device, stream=rank() + 1)
 
     @contextmanager
     def observing(self, batch: Any, *, active: bool = True) -> Iterator[None]:
@@ -158,11 +208,12 @@ class StepNoise:
                     self._pass_again(batch, count, outputs)
         self._rows += count
 
-    def collect(self, mean: Callable[[str], Tensor]) -> tuple[Noise, int | Tensor]:
+    def collect(self, mean: Callable[[str], Tensor]) -> tuple[Draw, int | Tensor]:
         """Return the noise of the step, the same in all processes, and its number of samples.
 
-        Half precision may overflow. Elements of the noise that are not finite are then set to zero,
-        and second moments that are not finite are computed again in the next step.
+        Half precision with a gradient scaler may overflow. Elements of the noise that are not
+        finite are then set to zero, and second moments that are not finite are computed again in
+        the next step.
 
         Args:
             mean: Returns the mean gradient of a parameter, by name, over all processes.
@@ -171,18 +222,30 @@ class StepNoise:
         if self.kind in BY_GRADIENT:
             noise = self._sum_parts()
             for name, value in noise.items():
-                value /= rows**0.5
                 if self.kind == "centred":
                     # Cov[n - t g] = F - g g', with t = M^(-1/2) sum_i s_i
-                    value.sub_(mean(name) * (signs / rows**0.5))
+                    value.sub_(mean(name) * signs)
                 if self._scaled:
                     value.nan_to_num_(0.0, 0.0, 0.0)
-            return noise, rows
+            return Draw(values=noise, roots={}, scale=rows**-0.5), rows
         if self.fresh:
-            self.roots = self._new_roots(rows)
+            self._store(self._new_roots(rows))
         if not self.roots:
-            return {name: torch.zeros_like(p) for name, p in self.params.items()}, rows
-        return self._draw(), rows
+            zeros = {name: torch.zeros_like(p) for name, p in self.params.items()}
+            return Draw(values=zeros, roots={}, scale=1.0), rows
+        return self._draw(rows), rows
+
+    def _store(self, roots: Roots) -> None:
+        """Store square roots, in the place of the former ones if later steps reuse them.
+
+        The CUDA graph of such a step reads them from there.
+        """
+        if not self.reused or roots.keys() != self.roots.keys():
+            self.roots = roots
+            return
+        for name, root in roots.items():
+            for key, value in root.items():
+                self.roots[name][key].copy_(value)
 
     def _sums(self) -> tuple[Any, Any]:
         """Return the number of samples and the sum of the signs, over all processes.
@@ -242,10 +305,11 @@ class StepNoise:
 
     def _pull_signed(self, outputs: Tensor, target: Any, scale: float | Tensor, count: int) -> None:
         point = outputs.float() if outputs.dtype in HALF else outputs
+        rng = self.generators.own  # each process draws its own signs and labels, for its own rows
         if self._known is not None:
-            column = label_columns(self._known, point, target, 1, self._rng)[0]
+            column = label_columns(self._known, point, target, 1, rng)[0]
         else:
-            signs = random_signs((1, count), self._rng).to(outputs.device)
+            signs = random_signs((1, count), rng).to(outputs.device)
             column = sign_columns(self.adapter.loss_fn.call, point, target, signs)[0]
             # The sum stays on the device, because reading it would wait for the device.
             self._signs = self._signs + signs.sum(dtype=torch.float64)
@@ -307,7 +371,10 @@ class StepNoise:
         and so does this pass.
         """
         half = outputs.dtype in HALF and outputs.dtype != next(iter(self.params.values())).dtype
-        cast: Any = torch.autocast(self.device.type, outputs.dtype) if half else nullcontext()
+        cast: Any = nullcontext()
+        if half:
+            # Each weight is used once. A cache of casts is not possible in a CUDA graph.
+            cast = torch.autocast(self.device.type, outputs.dtype, cache_enabled=False)
         with evaluating(self.adapter.model, batch_statistics=True), constant_statistics():
             with self._hooks(None), recording(), cast:
                 outputs, target = self.adapter.forward(batch)
@@ -345,14 +412,21 @@ class StepNoise:
             squares = rules.squared_gradients(layer, call, deltas)
         else:
             squares = {keys[0]: rules.squared_norm(layer, call, deltas)}
+        if self._unit is None:
+            # The factor of the first micro-batch, which most share, is applied to the result: a
+            # pass over large moments would cost more. Processes must use the same.
+            single = isinstance(factor, int | float) and world_size() == 1
+            self._unit = (factor or 1.0) if single else 1.0
+        factor = factor / self._unit
         for key, square in squares.items():
             place = full_name(name, key)
-            part = square.mul_(factor**2)
+            part = square.mul_(factor**2) if isinstance(factor, Tensor) or factor != 1 else square
             self._total[place] = self._total[place].add_(part) if place in self._total else part
 
     def _new_roots(self, rows: float | Tensor) -> Roots:
         """Return square roots of the mean second moments over all processes.
 
+        If they are not reused, those of ``diagonal`` lack a factor, which :meth:`_draw` applies.
         The result is empty if half precision overflowed. This check waits for the device.
         """
         if self.kind == "kfac":
@@ -366,16 +440,26 @@ class StepNoise:
             squares = self._sum_parts()
             if self._scaled and not _are_finite(list(squares.values())):
                 return {}
-            return {k: {"root": v.div_(rows).sqrt_()} for k, v in squares.items()}
+            moments = list(squares.values())
+            if self.reused:
+                share = self._mean_factor(rows)
+                share = share.to(moments[0]) if isinstance(share, Tensor) else share
+                torch._foreach_mul_(moments, share)
+            torch._foreach_sqrt_(moments)
+            return {name: {"root": root} for name, root in squares.items()}
         first = next(iter(self.params.values()))
         parts = [part.double() for part in self._total.values()]
         total = torch.stack(parts).sum() if parts else first.new_zeros((), dtype=torch.float64)
-        variance = all_sum(total) / rows
+        variance = all_sum(total) * self._mean_factor(rows)
         if self._scaled and not _are_finite([variance]):
             return {}
         if self.kind == "trace":
             variance = variance / sum(p.numel() for p in self.params.values())
         return {next(iter(self.params)): {"deviation": variance.sqrt().to(first.dtype)}}
+
+    def _mean_factor(self, rows: float | Tensor) -> float | Tensor:
+        """Return the factor from the total to the mean over all samples."""
+        return (self._unit or 1.0) ** 2 / rows
 
     def _block(self, name: str, rows: float | Tensor) -> LayerSums:
         """Return the mean sums of a module over all processes."""
@@ -389,20 +473,24 @@ class StepNoise:
             raise RuntimeError("the noise of a step needs a batch: call backward() before step()")
         return LayerSums(self._risk, name, self._modules[name], self.layers[name], alone=True)
 
-    def _draw(self) -> Noise:
+    def _draw(self, rows: float | Tensor) -> Draw:
         """Draw Gaussian noise from the roots, with the same numbers in all processes."""
-        rng = step_generator(self.seed, self._step, self.device)
+        rng = self.generators.shared
 
         def normal(shape: Any) -> Tensor:
             dtype = next(iter(self.params.values())).dtype
             return torch.randn(shape, generator=rng, device=self.device, dtype=dtype)
 
+        noise: Noise = {}
+        if self.kind != "kfac":
+            noise = {name: normal(p.shape) for name, p in self.params.items()}
         if self.kind == "diagonal":
-            return {k: normal(p.shape).mul_(self.roots[k]["root"]) for k, p in self.params.items()}
+            scale = 1.0 if self.reused else self._mean_factor(rows) ** 0.5
+            roots = {name: self.roots[name]["root"] for name in noise}
+            return Draw(values=noise, roots=roots, scale=scale)
         if self.kind != "kfac":
             deviation = next(iter(self.roots.values()))["deviation"]
-            return {k: normal(p.shape).mul_(deviation) for k, p in self.params.items()}
-        noise: Noise = {}
+            return Draw(values=noise, roots={}, scale=deviation)
         for module, keys in owners(list(self.params)).items():
             names = [full_name(module, key) for key in keys]
             shapes = [self.params[name].shape for name in names]
@@ -411,7 +499,7 @@ class StepNoise:
             flat = times_root(self.roots[names[0]], xi, bias="bias" in keys)[:, 0]
             parts = zip(names, flat.split(sizes), shapes, strict=True)
             noise |= {name: part.view(shape) for name, part, shape in parts}
-        return noise
+        return Draw(values=noise, roots={}, scale=1.0)
 
 
 def _unscale_factor(count: int, scale: Any) -> Any:

@@ -37,7 +37,7 @@ from ritz.curvature._losses import (
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products
 from ritz.curvature._module_gradients import CONVOLUTIONS, Call, squared_gradients
 from ritz.curvature._noise_kinds import NOISE_KINDS, OF_STEP, NoiseKind, scale_of_step
-from ritz.curvature._noise_step import StepNoise, step_generator
+from ritz.curvature._noise_step import Draw, StepNoise
 from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._risk import check_risk, require_outputs
 from ritz.curvature._sample_gradients import sample_gradient_parts

@@ -1,8 +1,9 @@
 """`CovarianceNoise` and `NoisySGD`: large batches with the gradient noise of small batches."""
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
@@ -17,11 +18,11 @@ from ritz.curvature._shared import (
     NOISE_KINDS,
     OF_STEP,
     Adapter,
+    Draw,
     Forward,
     NoiseKind,
     StepNoise,
     scale_of_step,
-    step_generator,
 )
 from ritz.optim._kfac import curvature_of
 
@@ -59,6 +60,11 @@ class CovarianceNoise:
     **Batch norm in train mode.** ``diagonal``, ``kfac`` and ``trace`` need a second forward pass
     without dropout, in which the statistics of each batch are constants. ``full``, ``centred`` and
     ``true`` use the forward pass of the step.
+
+    **CUDA graphs.** :func:`ritz.training.fit` replays steps from CUDA graphs: one for steps that
+    compute second moments, one for those that reuse them and one for those without noise. Steps
+    with ``kfac``, and those of a gradient scaler, which read from the device whether the numbers
+    are finite, run as usual.
 
     **Saving.** ``optimizer.state_dict()`` contains the number of steps. The random numbers depend
     on seed, step and process only, so that a resumed run is the same bit for bit. With ``refresh``
@@ -124,18 +130,22 @@ class CovarianceNoise:
         self.momentum, self.sigma, self.temperature, self.seed = momentum, sigma, temperature, seed
         self._adapter = Adapter(model, loss_fn, forward)
         bare = Adapter(unwrapped(model), loss_fn, forward)
-        self._step = StepNoise(bare, kind=kind, seed=seed, beside=self._beside)
+        self._step = StepNoise(
+            bare, kind=kind, seed=seed, reused=self.refresh > 1, beside=self._beside
+        )
         held = set(parameters(optimizer))
         self._named = {name: p for name, p in self._step.params.items() if p in held}
         if not self._named:
             raise ValueError("optimizer must have parameters of the model, got only others")
-        self._noise: dict[Tensor, Tensor] | None = None  # noise of the next step
-        self._begun, self._versions = False, list[int]()
-        optimizer.register_step_pre_hook(torch.compiler.disable(self._before))
-        handle = optimizer.register_step_post_hook(torch.compiler.disable(self._after))
+        self._names = {p: name for name, p in self._named.items()}
+        self._noise: Draw | None = None  # noise of the next step
+        self._begun, self._recording, self._versions = False, False, list[int]()
+        before = optimizer.register_step_pre_hook(torch.compiler.disable(self._before))
+        after = optimizer.register_step_post_hook(torch.compiler.disable(self._after))
         # Must run before the hooks of averages, which include the noise.
         hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(handle.id, last=False)
+        hooks.move_to_end(after.id, last=False)
+        self.hooks = before.id, after.id
         optimizer.register_load_state_dict_post_hook(self._load)
 
     def __repr__(self) -> str:
@@ -196,8 +206,15 @@ class CovarianceNoise:
 
     def begin(self) -> None:
         """Begin a step. Noise of a step that was not taken is discarded."""
-        number, self._begun, self._noise = self.num_steps + 1, True, None
-        self._step.begin(number, fresh=(number - 1) % self.refresh == 0 or not self._step.roots)
+        self._begun, self._noise = True, None
+        if not self._recording:  # a replay reads the seeds of its own step
+            self._step.generators.begin(self.num_steps + 1)
+        self._step.begin(fresh=self._fresh)
+
+    @property
+    def _fresh(self) -> bool:
+        """Whether the next step computes second moments."""
+        return self.num_steps % self.refresh == 0 or not self._step.roots
 
     def observing(self, batch: Any) -> Any:
         """Return a context in which the forward pass of a batch must run, outside of autocast."""
@@ -224,14 +241,15 @@ class CovarianceNoise:
 
         def mean(name: str) -> Tensor:
             gradient = self._named[name].grad if name in self._named else None
-            zero = torch.zeros_like(self._step.params[name])
-            return zero if gradient is None else gradient / scale
+            if gradient is None:
+                return torch.zeros_like(self._step.params[name])
+            return gradient / scale if isinstance(scale, Tensor) or scale != 1 else gradient
 
         # This noise does not depend on the samples of the step.
         if self.kind in OF_STEP:
             self._noise = self._of_step(mean)
             return
-        noise, rows = self._step.collect(mean)
+        draw, rows = self._step.collect(mean)
         # Checked in the first step alone, since the number may be a tensor on the device.
         if self.num_steps == 0 and rows <= self.small:
             raise ValueError(
@@ -241,7 +259,7 @@ class CovarianceNoise:
         excess: Any = 1 / self.small - 1 / rows
         many = isinstance(excess, Tensor)
         factor = excess.clamp_min(0).sqrt() if many else math.sqrt(max(0.0, excess))
-        self._noise = {p: noise[name].mul_(factor) for name, p in self._named.items()}
+        self._noise = replace(draw, scale=draw.scale * factor)
 
     def _beside(self) -> AbstractContextManager[None]:
         # K-FAC must not capture the additional passes of the noise.
@@ -249,21 +267,64 @@ class CovarianceNoise:
         return nullcontext() if curvature is None else curvature.paused()
 
     # --------------------------------------------------------------------------------------
+    # For steps that are replayed from a CUDA graph: begin(), the replay, advance().
+
+    @property
+    def capturable(self) -> bool:
+        """Whether steps can be recorded. The host reads whether a factorisation succeeded."""
+        return self.kind != "kfac"
+
+    @property
+    def phase(self) -> str:
+        """What the next step computes: two steps of the same phase have the same graph."""
+        if not self.active:
+            return "without noise"
+        return "new moments" if self._fresh else "old moments"
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The random generators that a graph draws from."""
+        return self._step.generators.shared, self._step.generators.own
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Return a context in which a step is recorded. It is not taken, and so not counted."""
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording, self._begun, self._noise = False, False, None
+
+    def advance(self) -> None:
+        """Count a step."""
+        if self.refresh > 1 and self.active and self._step.fresh:
+            self._save()
+        self._noise, self._begun = None, False
+        self.optimizer.param_groups[0][STEP] = self.num_steps + 1
+
+    # --------------------------------------------------------------------------------------
     # Hooks.
 
-    def _of_step(self, mean: Callable[[str], Tensor]) -> dict[Tensor, Tensor]:
+    def _of_step(self, mean: Callable[[str], Tensor]) -> Draw:
         rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
         device = self._step.device
-        rng = step_generator(self.seed, self.num_steps + 1, device)
-        noise: dict[Tensor, Tensor] = {}
+        rng = self._step.generators.shared
+        noise: dict[str, Tensor] = {}
         for name, p in self._named.items():
             xi = torch.randn(p.shape, generator=rng, device=device, dtype=p.dtype)
-            rate = float(rates[p]) if self.kind == "sgld" else 1.0
-            # With learning rate zero there is no noise.
-            heat = float(self.temperature or 0.0)
-            size = scale_of_step(self.kind, self.sigma, rate, heat) if rate else 0.0
-            noise[p] = xi.mul_(size) if self.kind != "multiplicative" else xi * mean(name) * size
-        return noise
+            size = self._size(rates[p])
+            noise[name] = xi.mul_(size) if self.kind != "multiplicative" else xi * mean(name) * size
+        return Draw(values=noise, roots={}, scale=1.0)
+
+    def _size(self, rate: float | Tensor) -> float | Tensor:
+        """Return the standard deviation of the noise of a step. It is 0 if the step is."""
+        if self.kind != "sgld":
+            return self.sigma
+        heat = float(self.temperature or 0.0)
+        if isinstance(rate, Tensor):  # not read, which would wait for the device
+            rate = rate.double()
+            return torch.where(rate > 0, (2 * heat / rate).sqrt(), 0.0)
+        return scale_of_step(self.kind, self.sigma, rate, heat) if rate else 0.0
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -272,40 +333,37 @@ class CovarianceNoise:
         # Fused optimisers are given scaled gradients.
         scale = getattr(optimizer, "grad_scale", None)
         if self._noise is None:
-            if not self._begun and self.kind not in OF_STEP:
-                raise RuntimeError(
-                    "CovarianceNoise needs the batch of a step: call noise.backward(batch) instead "
-                    "of loss.backward()"
-                )
+            if not self._begun:
+                if self.kind not in OF_STEP:
+                    raise RuntimeError(
+                        "CovarianceNoise needs the batch of a step: call noise.backward(batch) "
+                        "instead of loss.backward()"
+                    )
+                self.begin()
             self.collect(1.0 if scale is None else scale)
         if self.momentum == "before" and self._noise is not None:
-            for p, noise in self._noise.items():
-                if p.grad is not None:
-                    # w - alpha step(g - noise): the sign agrees with momentum="after".
-                    p.grad.sub_(noise if scale is None else noise * scale)
+            grads = {k: p.grad for k, p in self._named.items() if p.grad is not None}
+            # w - alpha step(g - noise): the sign agrees with momentum="after".
+            self._noise.add_to(grads, -1.0 if scale is None else -scale)
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._noise is not None and self.momentum == "after":
+        draw = self._noise
+        if draw is not None and self.momentum == "after":
             found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+            if found_inf is not None:
+                # No noise if a fused optimiser skips the step. where() instead of a product,
+                # because the noise may be infinite.
+                values = {
+                    name: torch.where(found_inf.to(noise.device) == 0, noise, 0.0)
+                    for name, noise in draw.formed().items()
+                }
+                draw = Draw(values=values, roots={}, scale=1.0)
             for group in optimizer.param_groups:
-                rate = group["lr"]
-                for p in group["params"]:
-                    if p not in self._noise or p.grad is None:
-                        continue
-                    noise = self._noise[p]
-                    if found_inf is not None:
-                        # No noise if a fused optimiser skips the step. where() instead of a
-                        # product, because the noise may be infinite.
-                        noise = torch.where(found_inf.to(p.device) == 0, noise, 0.0)
-                    if isinstance(rate, Tensor):  # not read, which would wait for the device
-                        p.addcmul_(noise, rate.to(p))
-                    else:
-                        p.add_(noise, alpha=rate)
-        if self.refresh > 1 and self.active and self._step.fresh:
-            self._save()
-        self._noise, self._begun = None, False
-        optimizer.param_groups[0][STEP] = self.num_steps + 1
+                weights = [p for p in group["params"] if p in self._names and p.grad is not None]
+                draw.add_to({self._names[p]: p for p in weights}, group["lr"])
+        if not self._recording:
+            self.advance()
 
     def _save(self) -> None:
         for name, roots in self._step.roots.items():

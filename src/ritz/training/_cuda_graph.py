@@ -3,7 +3,7 @@
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -12,17 +12,29 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ritz._core.batches import tensors
+from ritz._core.cuda_graphs import recorded
 from ritz._core.distributed import world_size
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
+from ritz.optim import CovarianceNoise
 from ritz.training._optimizers import nested
 from ritz.training._step import Piece, Step
 
 Signature = tuple[Any, ...]
 
 
-def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.device) -> bool:
+def is_captured(
+    optimizer: Optimizer,
+    config: TrainingConfig,
+    device: torch.device,
+    noise: CovarianceNoise | None = None,
+) -> bool:
     """Return whether to capture steps in a CUDA graph; raise if that is required but impossible."""
+    refused = noise is not None and not noise.capturable
+    if config.capture and refused:
+        raise ValueError(
+            "capture must be False with noise='kfac', whose factorisations the host checks"
+        )
     inner = nested(optimizer)[-1]
     if config.capture and config.random_segments:
         raise ValueError("capture must be False with random_segments, whose batches differ in size")
@@ -41,7 +53,7 @@ def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.devi
             "and an optimiser with capturable=True (SGD: fused=True) and lr as a CUDA tensor, got "
             f"{type(optimizer).__name__} on {device} in {config.precision}"
         )
-    possible = single_process and on_device and not config.random_segments
+    possible = single_process and on_device and not (config.random_segments or refused)
     return possible and config.capture is not False
 
 
@@ -52,7 +64,8 @@ class CapturedStep:
     The first three steps with each shape of batch run as usual, on the stream that later records
     the graph. Recording does not repeat a step, so the weights are those of a run without graphs.
     The hooks of the optimiser run before and after each replay. Averages and Lookahead are such
-    hooks.
+    hooks. Those of gradient noise compute on the device, and are part of the graph. Steps that
+    compute other things for the noise have other graphs.
 
     Args:
         step: The step to record. Everything that changes between two steps must be on the device.
@@ -60,7 +73,7 @@ class CapturedStep:
     """
 
     def __init__(self, step: Step, *, required: bool) -> None:
-        self._step, self._required = step, required
+        self._step, self._required, self._noise = step, required, step.noise
         self._optimizers = nested(step.optimizer)
         self._stream = torch.cuda.Stream()
         self._seen: Counter[Signature] = Counter()
@@ -70,47 +83,63 @@ class CapturedStep:
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
         """Take the step."""
-        key = _signature(pieces)
+        noise = self._noise
+        key = (*_signature(pieces), None if noise is None else noise.phase)
         if key in self._graphs or self._record(pieces, key):
-            graph, inputs = self._graphs[key]
-            for static, new in zip(inputs, _inputs(pieces), strict=True):
-                static.copy_(new, non_blocking=True)
-            for optimizer in self._optimizers:
-                _call(optimizer._optimizer_step_pre_hooks, optimizer)
-            graph.replay()
-            for optimizer in reversed(self._optimizers):
-                _call(optimizer._optimizer_step_post_hooks, optimizer)
+            self._replay(pieces, *self._graphs[key])
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 self._step(pieces)
             torch.cuda.current_stream().wait_stream(self._stream)
 
+    def _replay(
+        self, pieces: Sequence[Piece], graph: torch.cuda.CUDAGraph, inputs: Sequence[Tensor]
+    ) -> None:
+        noise, inside = self._noise, hooks_inside(self._noise)
+        for static, new in zip(inputs, _inputs(pieces), strict=True):
+            static.copy_(new, non_blocking=True)
+        if noise is not None:
+            noise.begin()  # sets the seeds that the graph reads
+        for optimizer in self._optimizers:
+            _call(optimizer._optimizer_step_pre_hooks, optimizer, inside)
+        graph.replay()
+        if noise is not None:
+            noise.advance()
+        for optimizer in reversed(self._optimizers):
+            _call(optimizer._optimizer_step_post_hooks, optimizer, inside)
+
     def _record(self, pieces: Sequence[Piece], key: Signature) -> bool:
         """Record the step; return whether it was recorded."""
         self._seen[key] += 1
         # Three ordinary steps before a recording fill the state of the optimiser and choose
-        # algorithms, as in torch's recipe for capturing a training step. Two graphs: the usual
-        # batch, and the smaller one at the end of an epoch.
-        if self._failed or self._seen[key] <= 3 or len(self._graphs) >= 2:
+        # algorithms, as in torch's recipe for capturing a training step. Two graphs for each phase
+        # of the noise: the usual batch, and the smaller one at the end of an epoch.
+        count = sum(other[-1] == key[-1] for other in self._graphs)
+        if self._failed or self._seen[key] <= 3 or count >= 2:
             return False
         # The graph reads batches and shares from these copies. A recurrent state is not copied.
         copies = [tree_map_only(Tensor, torch.clone, piece[:2]) for piece in pieces]
         static = [Piece._make((*copy, *x[2:])) for copy, x in zip(copies, pieces, strict=True)]
         graph = torch.cuda.CUDAGraph()
+        # While a graph is recorded, torch cannot free memory that it has cached.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         try:
             with (
-                _without_hooks(self._step.optimizer),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+                recording_hooks(self._step.optimizer, self._noise),
+                recorded(graph, self._stream, pool=self._pool, generators=_generators(self._noise)),
             ):
                 self._step(static)
         except RuntimeError as error:
+            # Earlier graphs would draw from the former states of the generators.
+            self._graphs.clear()
+            self._failed = True
             reason = str(error).splitlines()[0]
             if self._required:
                 message = f"capture=True: the step cannot be captured in a CUDA graph: {reason}"
                 raise ValueError(message) from error
             warnings.warn(f"steps are not captured in a CUDA graph: {reason}", stacklevel=2)
-            self._failed = True
             return False
         self._graphs[key] = graph, _inputs(static)
         return True
@@ -125,21 +154,37 @@ def _signature(pieces: Sequence[Piece]) -> Signature:
     )
 
 
+def _generators(noise: CovarianceNoise | None) -> list[torch.Generator]:
+    """Return the random generators from which a step draws: dropout uses the default one."""
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    return [default, *(() if noise is None else noise.generators)]
+
+
 def _inputs(pieces: Sequence[Piece]) -> list[Tensor]:
     return tensors([(piece.batch, piece.share) for piece in pieces])
 
 
+def hooks_inside(noise: CovarianceNoise | None) -> tuple[int, ...]:
+    """Return the hooks whose work is part of a graph."""
+    return () if noise is None else noise.hooks
+
+
 @contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+def recording_hooks(optimizer: Optimizer, noise: CovarianceNoise | None) -> Iterator[None]:
+    """Leave the optimiser those hooks alone whose work is part of a graph."""
+    inside = hooks_inside(noise)
     with ExitStack() as stack:
+        stack.enter_context(nullcontext() if noise is None else noise.recording())
         for one in nested(optimizer):
             # Averages and Lookahead count steps on the host. A replay would not repeat that.
             for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-                stack.callback(setattr, one, name, getattr(one, name))
-                setattr(one, name, OrderedDict())
+                hooks = getattr(one, name)
+                stack.callback(setattr, one, name, hooks)
+                setattr(one, name, OrderedDict((k, hooks[k]) for k in hooks if k in inside))
         yield
 
 
-def _call(hooks: dict[int, Any], optimizer: Optimizer) -> None:
-    for hook in hooks.values():
-        hook(optimizer, (), {})
+def _call(hooks: dict[int, Any], optimizer: Optimizer, inside: Sequence[int]) -> None:
+    for number, hook in hooks.items():
+        if number not in inside:
+            hook(optimizer, (), {})

@@ -175,8 +175,7 @@ class Run:
             ids = [device.index] if device.type == "cuda" else None
             compiled = DistributedDataParallel(compiled, device_ids=ids)
         self._adapter = Adapter(compiled, self.loss_fn, self.forward)
-        # Noise draws new numbers in every step, which a graph would repeat.
-        captured = noise is None and is_captured(optimizer, config, device)
+        captured = is_captured(optimizer, config, device, noise)
         self._step = Step(
             self._adapter,
             optimizer,

@@ -481,9 +481,8 @@ def make_noise(
         if config.optimizer.partition("/")[0] != "noisy_sgd":
             return None
         kind = "diagonal"
-    if config.capture or config.compile:
-        name = "capture" if config.capture else "compile"
-        raise ValueError(f"{name} must be False with noise, which reads gradients of samples")
+    if config.compile:
+        raise ValueError("compile must be False with noise, which reads gradients of samples")
     if built_in is not None:
         if kind == "none":
             return built_in

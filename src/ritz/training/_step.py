@@ -88,7 +88,7 @@ class Step:
                 self._backward(piece)
         if noise is not None:
             # The noise must carry the factor of the gradient scaler that the gradient carries.
-            noise.collect(self._scale(torch.ones((), device=self.device)))
+            noise.collect(self._factor())
         if self.config.clip_norm is not None:
             # The limit is on the gradient itself, not on its multiple by the scaler.
             self.scaler.unscale_(self.optimizer)
@@ -99,6 +99,11 @@ class Step:
     def _scale(self, value: Tensor) -> Tensor:
         scaled: Tensor = self.scaler.scale(value)
         return scaled
+
+    def _factor(self) -> float | Tensor:
+        """Return the factor of the scaler: a tensor, so that the step does not wait for it."""
+        enabled = self.scaler.is_enabled()
+        return self._scale(torch.ones((), device=self.device)) if enabled else 1.0
 
     def _captured(self, piece: Piece) -> AbstractContextManager[None]:
         hidden = self.curvature is not None and not piece.real
@@ -136,8 +141,8 @@ class Step:
         if noise is None or not piece.real:
             self._scale(part).backward()
         else:
-            scale = self._scale(torch.ones_like(part, requires_grad=False))
-            noise.pull(self._scale(part), outputs, target, piece.batch, scale, piece.share)
+            share = piece.share
+            noise.pull(self._scale(part), outputs, target, piece.batch, self._factor(), share)
         overwrite(piece.state, after)  # only now: the backward pass reads the old state
         if piece.real:
             self.totals.add(adapter, piece.batch, loss, outputs, target)
