@@ -42,7 +42,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ritz
 
-FIRST = 3  # new operators whose first product is timed
 EVERY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -97,14 +96,19 @@ def installed():
 @contextmanager
 def kernels(model, *, chosen):
     """Use the kernels that torch chooses, or those that have second derivatives."""
-    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
-    enabled = torch.backends.cudnn.enabled
+    recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
+    enabled, modes = torch.backends.cudnn.enabled, [module.training for module in recurrent]
     with sdpa_kernel(EVERY if chosen else SDPBackend.MATH):
         torch.backends.cudnn.enabled = chosen or not recurrent
+        for module in recurrent:
+            # The layers have no dropout, and cuDNN has gradients in train mode only.
+            module.train(chosen)
         try:
             yield
         finally:
             torch.backends.cudnn.enabled = enabled
+            for module, mode in zip(recurrent, modes, strict=True):
+                module.train(mode)
 
 
 def flat(product):
@@ -161,11 +165,11 @@ def starts(s, make):
         yield label, making + seconds, product, job
 
 
-def measured(s, who, make):
+def measured(s, who, make, starting):
     """Return the first products, jobs and memory of a library, by label."""
     first, jobs, products, memory = {}, {}, {}, float("nan")
     try:
-        for _ in range(FIRST):
+        for _ in range(starting):
             for label, seconds, product, job in starts(s, make):
                 first.setdefault(label, []).append(seconds)
                 jobs[label], products[label] = job, flat(product)
@@ -196,7 +200,7 @@ def rows(name, args, libraries):
     bare.model = getattr(s.model, "_orig_mod", s.model)
     with kernels(s.model, chosen=False):
         truth = {label: flat(job()) for label, job in torch_jobs(bare)}
-        found = {who: measured(s, who, make) for who, make in libraries.items()}
+        found = {who: measured(s, who, make, args.starts) for who, make in libraries.items()}
         jobs = {label: job for _, parts, _, _ in found.values() for label, job in parts.items()}
         if args.compile:
             jobs |= dict(gathered({"ritz, compiled": compiled_jobs}, s))
@@ -238,6 +242,9 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--scale", type=int, default=1, help="factor of all widths")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--starts", type=int, default=3, help="operators whose first product is timed"
+    )
     parser.add_argument("--compile", action="store_true", help="products with compile=True too")
     parser.add_argument("--name", help="of the file of results")
     parser.add_argument("--add", action="store_true", help="keep the rows of other models")

@@ -18,7 +18,7 @@ from ritz.optim._kfac import curvature, deferred
 class Replays:
     """Like `Replayed` on a GPU: from the third call on, nothing but the tensors is computed."""
 
-    def __init__(self, function):
+    def __init__(self, function, *, borrowed):
         self.function, self.calls = function, 0
 
     def __call__(self, values, *inputs, replay=None):

@@ -68,15 +68,14 @@ class _Recorded:
     settings: Any
 
     def load(self, values: Values) -> None:
-        for static, new in zip(self.fixed, _tensors(values), strict=True):
-            static.copy_(new)
+        if self.fixed:  # torch refuses empty lists
+            torch._foreach_copy_(self.fixed, _tensors(values))
         self.source = weakref.ref(values)
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        for static, new in zip(self.inputs, inputs, strict=True):
-            static.copy_(new)
+        torch._foreach_copy_(self.inputs, list(inputs))
         self.graph.replay()
-        return tuple(output.clone() for output in self.outputs)
+        return self.outputs
 
 
 @final
@@ -94,10 +93,13 @@ class Replayed:
     Args:
         function: Takes tensors and integers, and returns new tensors. It must not read values on
             the host or draw random numbers.
+        borrowed: The results are only used until the next call, which may overwrite them.
     """
 
-    def __init__(self, function: Callable[..., Sequence[Tensor]]) -> None:
-        self._function = function
+    def __init__(
+        self, function: Callable[..., Sequence[Tensor]], *, borrowed: bool = False
+    ) -> None:
+        self._function, self._borrowed = function, borrowed
         self._calls: dict[Any, int] = {}
         self._recorded: dict[Any, _Recorded] = {}
         self._last: _Recorded | None = None
@@ -128,7 +130,7 @@ class Replayed:
     ) -> Sequence[Tensor]:
         last, settings = self._last, _settings(inputs)
         if last is not None and last.source() is values and last.settings == settings:
-            return last.replay(inputs)
+            return self._results(last, inputs)
         # A number on the CPU would be part of the graph, and would keep its value.
         if any(tensor.device != inputs[0].device for tensor in [*_tensors(values), *inputs]):
             return self._function(*values, *inputs)
@@ -136,7 +138,7 @@ class Replayed:
         if key in self._recorded:
             self._last = last = self._recorded[key]
             last.load(values)
-            return last.replay(inputs)
+            return self._results(last, inputs)
         calls = self._calls[key] = self._calls.get(key, 0) + 1
         if calls == 2:
             return self._time(key, values, inputs)
@@ -144,6 +146,10 @@ class Replayed:
         if calls == 3 and len(self._recorded) < TUNING.graphs and replay(size):
             return self._record(key, values, inputs)
         return self._function(*values, *inputs)
+
+    def _results(self, entry: _Recorded, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        outputs = entry.replay(inputs)
+        return outputs if self._borrowed else tuple(output.clone() for output in outputs)
 
     def _time(self, key: Any, values: Values, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the outputs of an ordinary call, and decide whether to record the next one."""

@@ -170,7 +170,7 @@ def _append_ones(product: Tensor, sums: Tensor, count: int, diagonal: bool) -> T
     result = product.new_empty(*product.shape[:-2], n + 1, n + 1)
     result[..., :n, :n] = product
     result[..., n, :n] = result[..., :n, n] = sums
-    result[..., n, n] = count
+    result[..., n, n].fill_(count)  # an assignment would copy the number from the host
     return result
 
 

@@ -37,7 +37,7 @@ from ritz.curvature._shared import (
     token_counts,
     token_deltas,
 )
-from ritz.optim._kfac.inverses import aligned, eigenbasis, times
+from ritz.optim._kfac.inverses import aligned, eigenbasis, num_zeros, times
 
 Kind = Literal["kfac", "ekfac"]
 DampingMethod = Literal["exact", "factored"]
@@ -585,14 +585,16 @@ class KroneckerBlock(Block):
 
     def precondition(self, gradients: Tensors, delta: float) -> Tensors:
         # (S (x) A)^-1 vec V = vec(S^-1 V A^-1) for symmetric factors and V by rows.
-        V, inverse = self._joint(gradients), self.inverse
+        inverse = self.inverse
         if self._is_factored():
             A, S = inverse["inputs_inverse"], inverse["outputs_inverse"]
+            V = self._joint(gradients, A)
             V = S.unsqueeze(-1) * V if "outputs" in self.diagonal else S @ V
             diagonal = "inputs" in self.diagonal
             return self._split(V * A.unsqueeze(-2) if diagonal else times(V, A))
         # U_S [(U_S' V U_A) / (s a' + delta)] U_A', where U = I for a diagonal factor.
         U_A, U_S = inverse.get("inputs_basis"), inverse.get("outputs_basis")
+        V = self._joint(gradients, U_A)
         V = V if U_A is None else times(V, U_A)
         V = V if U_S is None else U_S.mT @ V
         if self.settings.kind == "ekfac":
@@ -605,8 +607,11 @@ class KroneckerBlock(Block):
         V = V if U_S is None else U_S @ V
         return self._split(V if U_A is None else times(V, U_A, transposed=True))
 
-    def _joint(self, gradients: Tensors) -> Tensor:
-        """Return ``[W b]``, ``(o, i)`` or ``(groups, o, i)``."""
+    def _joint(self, gradients: Tensors, matrix: Tensor | None) -> Tensor:
+        """Return ``[W b]``, ``(o, i)`` or ``(groups, o, i)``, as rows for :func:`times`.
+
+        Zeros follow each row if they follow each row of the matrix.
+        """
         if self.table:
             return gradients["weight"].T
         parts = []
@@ -615,6 +620,8 @@ class KroneckerBlock(Block):
             parts.append(weight.reshape(self.groups, len(weight) // self.groups, -1))
         if "bias" in gradients:
             parts.append(gradients["bias"].reshape(self.groups, -1, 1))
+        if zeros := 0 if matrix is None else num_zeros(matrix):
+            parts.append(parts[0].new_zeros(*parts[0].shape[:2], zeros))
         joint = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         return joint[0] if self.groups == 1 else joint
 

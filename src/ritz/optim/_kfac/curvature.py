@@ -214,24 +214,26 @@ class Curvature:
             return dict(_precondition(blocks, gradients, deltas))
         # On a GPU the launches of three small products per layer would take most of the time.
         replayed = self._replayed_for(blocks, params, deltas)
-        (flat,) = replayed(NO_VALUES, torch.cat([gradients[p].flatten() for p in params]))
-        return _split(flat, params)
+        results = replayed(NO_VALUES, *(gradients[p] for p in params))
+        return dict(zip(params, results, strict=True))
 
     def _replayed_for(
         self, blocks: list[Block], params: list[Tensor], deltas: dict[Block, float]
     ) -> Replayed:
-        """Return the products with the inverses as a function of all gradients in one vector."""
+        """Return the products with the inverses as a function of the gradients."""
         # A graph reads the inverses where they were when it was recorded, and contains the damping.
         places = [value.data_ptr() for block in blocks for value in block.tensors_read()]
         damping = [deltas[block] for block in blocks if block.reads_delta]
         key = (*map(id, params), *damping, *places)
         if self._replayed is None or self._replayed[0] != key:
 
-            def multiply(vector: Tensor) -> tuple[Tensor]:
-                result = dict(_precondition(blocks, _split(vector, params), deltas))
-                return (torch.cat([result[p].flatten() for p in params]),)
+            def multiply(*gradients: Tensor) -> list[Tensor]:
+                result = dict(
+                    _precondition(blocks, dict(zip(params, gradients, strict=True)), deltas)
+                )
+                return [result[p] for p in params]
 
-            self._replayed = key, Replayed(multiply)
+            self._replayed = key, Replayed(multiply, borrowed=True)
         return self._replayed[1]
 
     def _absorb(self, gradients: Gradients) -> dict[Block, float]:
@@ -427,12 +429,6 @@ def _precondition(
         result = block.precondition(parts, deltas[block])
         for key, p in present.items():
             yield p, result[key].to(p.dtype)
-
-
-def _split(vector: Tensor, params: list[Tensor]) -> Gradients:
-    """Return the parts of a vector by parameter."""
-    parts = vector.split([p.numel() for p in params])
-    return {p: part.view(p.shape) for p, part in zip(params, parts, strict=True)}
 
 
 def _divide(blocks: list[Block]) -> dict[Block, int]:

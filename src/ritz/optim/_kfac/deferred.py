@@ -61,7 +61,7 @@ class DeferredSums:
         key = str(groups), *map(id, blocks), *places
         if self._replayed is None or self._key != key:
             self._key, self._layouts = key, {}
-            self._replayed = Replayed(self._function(blocks, groups))
+            self._replayed = Replayed(self._function(blocks, groups), borrowed=True)
         results = sum(total.nbytes for block in blocks for total in block.average.values())
         total, *sums = self._replayed(
             NO_VALUES, *inputs, replay=lambda size: size + results <= MEMORY

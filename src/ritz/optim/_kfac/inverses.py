@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # Streams on which a GPU computes inverses. A Cholesky decomposition alone uses a part of it.
-LANES = 4
+LANES = 8
 # Strips in which an inverse is computed on a GPU.
 STRIPS = 4
 # Rows of a matrix on a GPU begin at multiples of so many numbers, 16 bytes in float32. Layers with
@@ -152,11 +152,23 @@ def aligned(matrix: Tensor) -> Tensor:
     return wide[:n, :n]
 
 
+def num_zeros(matrix: Tensor) -> int:
+    """Return how many zeros follow each row of a matrix from :func:`aligned`."""
+    return max(0, matrix.stride(0) - matrix.shape[1]) if matrix.ndim == 2 else 0
+
+
 def times(rows: Tensor, matrix: Tensor, *, transposed: bool = False) -> Tensor:
-    """Return the product of rows ``(..., i)`` with a matrix ``(..., i, i)``, or its transpose."""
-    n, width = matrix.shape[-1], matrix.stride(0)
-    if matrix.ndim > 2 or width <= n:
+    """Return the product of rows with a matrix ``(..., i, i)``, or with its transpose.
+
+    Args:
+        rows: ``(..., i)``, with or without :func:`num_zeros` zeros behind each.
+        matrix: The matrix.
+        transposed: Multiply by the transpose.
+    """
+    n, zeros = matrix.shape[-1], num_zeros(matrix)
+    if not zeros:
         return rows @ (matrix.mT if transposed else matrix)
-    # As many zeros behind each row as behind those of an `aligned` matrix.
-    wide = matrix.as_strided((width, width), (width, 1))
-    return (pad(rows, (0, width - n)) @ (wide.T if transposed else wide))[..., :n]
+    wide = matrix.as_strided((n + zeros, n + zeros), (n + zeros, 1))
+    if rows.shape[-1] == n:
+        rows = pad(rows, (0, zeros))
+    return (rows @ (wide.T if transposed else wide))[..., :n]
