@@ -528,6 +528,7 @@ def small_case(sizes):
 def test_a_model_is_not_traced_for_few_products(num_products, count):
     model, batches = small_case([4] * count)
     risk = Risk(model, functional.cross_entropy, batches)
+    unused = hessian(risk)
     few = hessian(risk, num_products=num_products)
     vector = torch.linspace(-1, 1, risk.space.size, dtype=torch.float64)
 
@@ -538,6 +539,7 @@ def test_a_model_is_not_traced_for_few_products(num_products, count):
     torch.testing.assert_close(many @ vector, product)
     assert "linearized" in many.products.plan
     # A trace that is there is used.
+    assert unused.products.plan == many.products.plan
     assert "linearized" in hessian(risk, num_products=1).products.plan
 
 

@@ -284,7 +284,8 @@ def fisher(
     :math:`g_i` is the gradient of the negative log likelihood of a label drawn from the model. The
     labels are drawn once, ``num_draws`` per sample. The expectation of the matrix is the
     Gauss-Newton matrix. For outputs with positions, such as tokens, each position counts as a
-    sample. The L2 term of the risk is not included.
+    sample with ``monte_carlo``. With ``empirical`` a sample is a whole sequence. The L2 term of the
+    risk is not included.
 
     A product costs as much as one with the Gauss-Newton matrix. For most networks the exact
     diagonal and trace are available: they cost one backward pass per batch with ``empirical``, and

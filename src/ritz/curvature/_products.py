@@ -209,7 +209,8 @@ class Products:
         self._reversed = not forward and not risk.theta.is_cuda
         key = (kind, engine, compile)
         # A trace that another operator made is used, however few products are wanted.
-        if key not in risk.shared and engine == "auto" and not compile and num_products is not None:
+        traced = key in risk.shared and risk.shared[key].traces
+        if not traced and engine == "auto" and not compile and num_products is not None:
             # How many products of single batches one trace would compute.
             uses = num_products * max(map(risk.batch_rows.count, risk.batch_rows), default=0)
             key = key if uses >= TUNING.repaid else (kind, engine := "eager", compile)
