@@ -61,6 +61,7 @@ class Tuning:
 
 
 TUNING = Tuning()
+MANY_SHAPES = f"there are more than {TUNING.max_traces} shapes"
 
 # The product of the matrix of one batch with one vector: (risk, params, context, vector).
 Column = Callable[[Risk, Params, Context, Params], Params]
@@ -456,12 +457,17 @@ class Products:
             return
         self.risk.warned.append(no_trace)
         # Measured on the CPU: GPT-2, BERT, ViT, MLP and convolutions; see hessian().
+        cause = (
+            "The usual cause is code in forward() that leaves torch or depends on values: .item(), "
+            ".numpy(), packed sequences, masks as indices."
+        )
+        if no_trace == MANY_SHAPES:
+            cause = "Pad the batches to a few lengths, such as multiples of 32."
         warnings.warn(
             f"{type(self.risk.model).__name__} cannot be traced{batches}, so each product "
             "evaluates and differentiates it again. This costs 2 to 4 gradients, instead of 1 to 2 "
-            "for a traced model. The usual cause is code in forward() that leaves torch or depends "
-            "on values: .item(), .numpy(), packed sequences, masks as indices. Pass "
-            f"engine='eager' to silence this warning. The reason: {no_trace}",
+            f"for a traced model. {cause} Pass engine='eager' to silence this warning. "
+            f"The reason: {no_trace}",
             stacklevel=2,
         )
 
@@ -542,7 +548,7 @@ class Products:
         if not problem and len(known or ()) >= TUNING.max_paths:
             problem = f"one shape takes more than {TUNING.max_paths} paths through the model"
         elif not problem and self._num_traces >= TUNING.max_traces:
-            problem = f"there are more than {TUNING.max_traces} shapes"
+            problem = MANY_SHAPES
         if not problem:
             trace, problem = attempt(partial(self._linearize, column, context), *kinds)
         if problem:
