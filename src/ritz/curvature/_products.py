@@ -21,7 +21,7 @@ from ritz._core.blocks import euclidean_norm
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, differentiable, searched_convolutions
 from ritz.curvature._cuda_graph import Values
-from ritz.curvature._modes import without_warnings_of_torch
+from ritz.curvature._modes import without_garbage_collection, without_warnings_of_torch
 from ritz.curvature._parameters import ROUNDOFF, Context, Params, as_double
 from ritz.curvature._replaced_functions import written_out_recurrence
 from ritz.curvature._risk import Risk
@@ -620,7 +620,8 @@ class Products:
     def _linearize(self, column: Column, context: Context, rows: int = 0) -> Linearization:
         point, multiply = (self.risk.params, context), partial(self._multiply, column)
         self._num_traces += 1
-        with self._derivatives_exist(), without_warnings_of_torch():
+        quiet = without_warnings_of_torch()
+        with self._derivatives_exist(), quiet, without_garbage_collection():
             return Linearization(
                 multiply, self.risk.theta, point, compiled=self._compile, rows=rows
             )
