@@ -163,3 +163,24 @@ def test_padded_and_full_batches_share_one_operator():
     )
     assert float((product - expected).norm()) < 1e-5 * float(expected.norm())
     assert "not linearized" not in op.products.plan
+
+
+def test_texts_of_many_lengths_are_exact_and_the_warning_says_how_to_pad():
+    model = build("gpt2")
+    batches = []
+    for length in range(2, TOKENS + 1):  # five lengths, by two numbers of texts
+        for count in (2, 3):
+            batch = batch_for("gpt2", ignored=0, count=count, seed=length)
+            batches.append({key: value[:, :length] for key, value in batch.items()})
+    op = ritz.hessian(ritz.Risk(model, None, batches))
+    vector = torch.linspace(-1, 1, op.shape[0], dtype=torch.float64)
+
+    with pytest.warns(UserWarning, match="Pad the batches to a few lengths"):
+        product = op @ vector
+
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    expected = sum(
+        count / sum(counts) * double_backward(model, batch, vector)
+        for count, batch in zip(counts, batches, strict=True)
+    )
+    assert float((product - expected).norm()) < 1e-5 * float(expected.norm())

@@ -130,3 +130,97 @@ def test_parameters_that_are_not_used_have_zero_rows():
     product = ritz.hessian(risk) @ torch.ones(risk.space.size, dtype=torch.float64)
     assert float(risk.gradient()[:2].abs().max()) == 0  # named_parameters: own ones come first
     assert float(product[:2].abs().max()) == 0
+
+
+@pytest.mark.parametrize("kind", [Packed, Old, Checkpointed, Numpy])
+def test_the_warning_gives_the_reason_of_the_model(kind):
+    model, batches = case(kind)
+    op = ritz.hessian(ritz.Risk(model, cross_entropy, batches))
+
+    with pytest.warns(UserWarning, match="cannot be traced") as caught:
+        op @ torch.ones(op.shape[0], dtype=torch.float64)
+
+    (message,) = [str(each.message) for each in caught if "cannot be traced" in str(each.message)]
+    assert "requires_grad_" not in message  # which the model does not call
+
+
+class Masked(Old):
+    """A model that torch.func can differentiate and that cannot be traced."""
+
+    def forward(self, x, lengths):
+        outputs = self.second(torch.tanh(self.first(x.sum(1)))).clone()
+        outputs[lengths > 2] *= 2.0
+        return outputs
+
+
+class Convolved(Masked):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x, lengths):
+        return super().forward(self.mix(x), lengths)
+
+
+@pytest.mark.parametrize(
+    ("kind", "matrix", "way"),
+    [
+        (Masked, ritz.hessian, "plain autograd"),
+        (Masked, ritz.ggn, "plain autograd"),
+        (Convolved, ritz.hessian, "plain autograd"),
+        (Convolved, ritz.ggn, "forward and reverse"),
+    ],
+)
+def test_products_without_a_trace_take_the_fastest_way(kind, matrix, way):
+    model, batches = case(kind)
+    _, hessian, ggn = dense(model, batches)
+    risk = ritz.Risk(model, cross_entropy, batches)
+    op, unit = matrix(risk, block_size=4), torch.eye(risk.space.size, dtype=torch.float64)
+    expected = hessian if matrix is ritz.hessian else ggn
+
+    torch.testing.assert_close(op @ unit[:, 0], expected[:, 0])
+    torch.testing.assert_close(op @ unit, expected)
+
+    assert op.products.plan.startswith(f"{way}, eager (not linearized")
+    assert op.products.block_size == 4  # the ways of torch.func serve a block at once
+    names = {id(column): name for name, column in op.products._ways}
+    assert names[id(op.products._choice.untraced[True])].startswith("reverse")
+
+
+def test_a_way_with_another_product_is_not_taken():
+    class Wrong(torch.autograd.Function):
+        """A square, whose derivative torch.func and plain autograd take for different things."""
+
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x**2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            (x,) = ctx.saved_tensors
+            return 2 * (x if torch._C._functorch.maybe_current_level() else x.detach()) * cotangent
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return 2 * ctx.saved_tensors[0] * tangent
+
+    class Squared(Old):
+        def forward(self, x, lengths):
+            return self.second(Wrong.apply(self.first(x.sum(1))))
+
+    model, batches = case(Squared)
+    op = ritz.hessian(ritz.Risk(model, cross_entropy, batches), engine="eager")
+    product = op @ torch.ones(op.shape[0], dtype=torch.float64)
+
+    exact, _ = case(Old)
+    exact.forward = lambda x, lengths: exact.second(exact.first(x.sum(1)) ** 2)
+    same = ritz.hessian(ritz.Risk(exact, cross_entropy, batches))
+    torch.testing.assert_close(product, same @ torch.ones(op.shape[0], dtype=torch.float64))
+    assert not op.products.plan.startswith("plain")

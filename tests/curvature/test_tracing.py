@@ -1,5 +1,6 @@
 """Linearised products: traces, their two parts, and models that cannot be traced."""
 
+import gc
 import warnings
 from functools import partial
 
@@ -528,16 +529,18 @@ def small_case(sizes):
 def test_a_model_is_not_traced_for_few_products(num_products, count):
     model, batches = small_case([4] * count)
     risk = Risk(model, functional.cross_entropy, batches)
+    unused = hessian(risk)
     few = hessian(risk, num_products=num_products)
     vector = torch.linspace(-1, 1, risk.space.size, dtype=torch.float64)
 
     product = few @ vector
 
-    assert few.products.plan == "reverse over reverse, eager"
+    assert few.products.plan == "plain autograd, eager"
     many = hessian(risk, num_products=num_products + 1)
     torch.testing.assert_close(many @ vector, product)
     assert "linearized" in many.products.plan
     # A trace that is there is used.
+    assert unused.products.plan == many.products.plan
     assert "linearized" in hessian(risk, num_products=1).products.plan
 
 
@@ -578,3 +581,30 @@ def test_products_of_an_lstm_take_forward_rules_in_float32_too():
     assert single.products.plan == "forward over reverse, linearized"
     assert float((product - exact).norm()) < 1e-5 * float(exact.norm())
     assert torch.backends.mkldnn.enabled
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_garbage_collection_is_as_before_a_trace(enabled, fails, monkeypatch):
+    states, build = [], Linearization.__init__
+
+    def observed(self, *args, **options):
+        states.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("no trace")
+        build(self, *args, **options)
+
+    monkeypatch.setattr(Linearization, "__init__", observed)
+    model, batches = small_case([4])
+    op = hessian(Risk(model, functional.cross_entropy, batches))
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            op @ noise(op.shape[0])
+        after = gc.isenabled()
+    finally:
+        (gc.enable if before else gc.disable)()
+
+    assert (states, after) == ([False], enabled)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from ritz.curvature import Risk, curvature_operator, ggn
+from ritz.curvature._tracing import Linearization
 from ritz.measures import sharpness
 from ritz.operators import Exact
 from ritz.testing import assert_within_stderr
@@ -91,6 +92,21 @@ def test_num_products_is_the_number_of_products_computed():
     assert (row.num_products, report.num_steps, report.num_probes) == (15, 5, 3)
     assert row.frobenius_norm.num_products == 15
     assert row.status.outcome == "completed"
+
+
+@pytest.mark.parametrize(("num_probes", "traced"), [(2, False), (3, True)])
+def test_a_model_is_traced_only_if_the_products_repay_it(num_probes, traced, monkeypatch):
+    traces, build = [], Linearization.__init__
+
+    def counted(self, *args, **options):
+        traces.append(self)
+        build(self, *args, **options)
+
+    monkeypatch.setattr(Linearization, "__init__", counted)
+
+    sharpness(risk_of(network()), num_steps=2, num_probes=num_probes)  # of three batches each
+
+    assert bool(traces) == traced
 
 
 class WithLoss(nn.Module):

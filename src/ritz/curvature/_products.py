@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, TypedDict, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.conv import _ConvNd
 
@@ -21,7 +21,7 @@ from ritz._core.blocks import euclidean_norm
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, differentiable, searched_convolutions
 from ritz.curvature._cuda_graph import Values
-from ritz.curvature._modes import without_warnings_of_torch
+from ritz.curvature._modes import without_garbage_collection, without_warnings_of_torch
 from ritz.curvature._parameters import ROUNDOFF, Context, Params, as_double
 from ritz.curvature._replaced_functions import written_out_recurrence
 from ritz.curvature._risk import Risk
@@ -61,6 +61,7 @@ class Tuning:
 
 
 TUNING = Tuning()
+MANY_SHAPES = f"there are more than {TUNING.max_traces} shapes"
 
 # The product of the matrix of one batch with one vector: (risk, params, context, vector).
 Column = Callable[[Risk, Params, Context, Params], Params]
@@ -98,7 +99,10 @@ class Choice:
 
     Attributes:
         engine: ``auto`` until the first product has shown whether the model can be traced.
-        column: The chosen way of computing the product of a batch with one vector.
+        way: Name of the first way that works.
+        column: This way of computing the product of a batch with one vector, which is traced.
+        untraced: The fastest way of a batch without a trace, by whether a block has several
+            columns. Known when it is first needed.
         plan: The choice in words.
         traces: Lists of traces by :func:`signature` of the batch. A list has one trace per path
             through the model, and is empty if the model cannot be traced at this signature.
@@ -106,7 +110,9 @@ class Choice:
     """
 
     engine: EngineName
+    way: str = ""
     column: Column | None = None
+    untraced: dict[bool, Column] = field(default_factory=dict)
     plan: str = "not yet used"
     traces: dict[Any, list[Linearization]] = field(default_factory=dict)
     any_rows: tuple[Any, Linearization] | None = None
@@ -143,10 +149,11 @@ class Products:
     Args:
         risk: The loss at a point.
         kind: Name of the matrix. Products of one kind at a risk share their traces.
-        ways: Names and functions that compute the product of one batch with one vector. The first
-            one that works is used.
-        reversed_if_eager: On the CPU, use the second way (reverse mode alone) if the model is not
-            traced.
+        ways: Names and functions that compute the product of one batch with one vector: with
+            forward mode, with reverse mode alone, and without torch.func. The first one that works
+            is traced. Without a trace on the CPU, the last one that gives the same product is used.
+        forward_layers: Without a trace, still prefer forward mode for models with convolutions or
+            recurrent layers.
         engine: ``linearized``, ``eager`` or ``auto``.
         compile: Compile the traces, and search for the fastest convolutions on a GPU (seconds to
             minutes, at the first product).
@@ -172,7 +179,7 @@ class Products:
         block_size: int | None = None,
         num_products: int | None = None,
         shift: float = 0.0,
-        reversed_if_eager: bool = False,
+        forward_layers: bool = True,
         extra: Callable[[int], Any] = lambda index: None,
     ) -> None:
         check_choice("engine", engine, ENGINES)
@@ -198,10 +205,13 @@ class Products:
         self._room: Room | None = None  # known when the first part is cached
         self._num_products = num_products
         self._must_trace = compile or engine == "linearized"
-        self._reversed = reversed_if_eager and not risk.theta.is_cuda
+        layers = (_ConvNd, nn.RNNBase)
+        forward = forward_layers and any(isinstance(each, layers) for each in risk.model.modules())
+        self._reversed = not forward and not risk.theta.is_cuda
         key = (kind, engine, compile)
         # A trace that another operator made is used, however few products are wanted.
-        if key not in risk.shared and engine == "auto" and not compile and num_products is not None:
+        traced = key in risk.shared and risk.shared[key].traces
+        if not traced and engine == "auto" and not compile and num_products is not None:
             # How many products of single batches one trace would compute.
             uses = num_products * max(map(risk.batch_rows.count, risk.batch_rows), default=0)
             key = key if uses >= TUNING.repaid else (kind, engine := "eager", compile)
@@ -304,7 +314,8 @@ class Products:
                 context = replace(context, extra=extra)
             product = self._batch(vector[None], index, context)[0]
             # Chosen in the first product. No trace is shared, because none holds for float64.
-            precise._choice = Choice("eager", self._choice.column)
+            choice = self._choice
+            precise._choice = Choice("eager", column=choice.column, untraced=choice.untraced)
             exact = precise._batch(wide[None], index, as_double(context))[0]
             error.add_(product - exact, alpha=weight)
             total.add_(exact + self.shift * wide, alpha=weight)
@@ -343,12 +354,12 @@ class Products:
         if choice.column is None:
             with without_warnings_of_torch():
                 choice.column, primal = self._choose(context)
-        if choice.engine == "eager" and choice.plan.startswith(PLAIN):
+        if choice.way == PLAIN:
             self.block_size = 1  # vmap does not support torch.autograd.grad
         traced = self._trace(choice.column, context) if primal is None else (
             self._choice.traces[signature(context)][-1], primal)  # fmt: skip
         if traced is None:
-            return partial(self._eager, choice.column, context)
+            return partial(self._untraced, choice.column, context)
         trace, primal = traced
         linear, theta = partial(trace.tangent, primal), self.risk.theta
         if self._room is None:
@@ -358,6 +369,15 @@ class Products:
             # A CUDA graph has copies of the primal part and of a block of vectors.
             self._cached[key] = linear = partial(linear, replay=self._room.take)
         return linear
+
+    def _untraced(self, column: Column, context: Context, vectors: Tensor) -> Tensor:
+        """Return eager products ``(k, n)`` by the fastest way for one or for several columns."""
+        choice, wide = self._choice, len(vectors) > 1
+        if wide not in choice.untraced:
+            u, first = _as_large(self.risk.theta), (choice.way, column)
+            Au = self._eager(column, context, u[None])[0]
+            choice.untraced[wide] = self._fastest(context, u, Au, first, wide=wide)[1]
+        return self._eager(choice.untraced[wide], context, vectors)
 
     def _eager(self, column: Column, context: Context, vectors: Tensor) -> Tensor:
         """Differentiate the model again. Return the products with ``k`` vectors, ``(k, n)``."""
@@ -387,16 +407,20 @@ class Products:
         v = torch.randn(theta.shape, generator=rng, dtype=torch.float64).to(theta)
         problems: list[str] = []
         for name, column in self._ways:
-            multiply = partial(self._eager, column, context)
-            product, problem = attempt(
-                partial(multiply, u[None]), NotImplementedError, RuntimeError
-            )
+            multiply = partial(self._eager, column, context, u[None])
+            product, problem = attempt(multiply, NotImplementedError, RuntimeError)
             primal, no_trace = None, ""
             if not problem and self._choice.engine != "eager":
-                check = partial(self._checked_trace, column, context, u, product[0], v)
-                primal, no_trace = attempt(check, Exception)  # a trace can raise any error
+                if name == PLAIN:  # a trace needs torch.func
+                    no_trace = problems[0].partition(": ")[2]
+                else:
+                    check = partial(self._checked_trace, column, context, u, product[0], v)
+                    primal, no_trace = attempt(check, Exception)  # a trace can raise any error
+            fastest = name, column
             if not problem and primal is None:
-                problem = _asymmetry(u, product[0], v, multiply(v[None])[0])
+                fastest = self._fastest(context, u, product[0], fastest)
+                Av = self._eager(fastest[1], context, v[None])[0]
+                problem = _asymmetry(u, product[0], v, Av)
             if problem:
                 problems.append(f"no {name}: {problem}")
                 continue
@@ -405,11 +429,14 @@ class Products:
             if self._choice.engine != "eager":
                 self._choice.engine = "eager" if no_trace else "linearized"
                 self._warn_if_slow(no_trace)
-            if primal is None and self._reversed and column is self._ways[0][1]:
-                name, column = self._second_way(context, u, product, (name, column))
-            notes = problems + ([f"not linearized: {no_trace}"] if no_trace else [])
+            self._choice.way = name
+            if primal is None:
+                self._choice.untraced[False] = fastest[1]
+            # Without torch.func there is no trace, for the reasons that are given already.
+            more = no_trace and name != PLAIN
+            notes = problems + ([f"not linearized: {no_trace}"] if more else [])
             kind = "linearized and compiled" if self._compile else self._choice.engine
-            self._choice.plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
+            self._choice.plan = f"{fastest[0]}, {kind}" + "".join(f" ({note})" for note in notes)
             return column, primal
         with suppress(NotImplementedError, RuntimeError):  # the gradient may fail too
             self.risk.diagnose()
@@ -430,24 +457,47 @@ class Products:
             return
         self.risk.warned.append(no_trace)
         # Measured on the CPU: GPT-2, BERT, ViT, MLP and convolutions; see hessian().
+        cause = (
+            "The usual cause is code in forward() that leaves torch or depends on values: .item(), "
+            ".numpy(), packed sequences, masks as indices."
+        )
+        if no_trace == MANY_SHAPES:
+            cause = "Pad the batches to a few lengths, such as multiples of 32."
         warnings.warn(
             f"{type(self.risk.model).__name__} cannot be traced{batches}, so each product "
             "evaluates and differentiates it again. This costs 2 to 4 gradients, instead of 1 to 2 "
-            "for a traced model. The usual cause is code in forward() that leaves torch or depends "
-            "on values: .item(), .numpy(), packed sequences, masks as indices. Pass "
-            f"engine='eager' to silence this warning. The reason: {no_trace}",
+            f"for a traced model. {cause} Pass engine='eager' to silence this warning. "
+            f"The reason: {no_trace}",
             stacklevel=2,
         )
 
-    def _second_way(
-        self, context: Context, u: Tensor, Au: Tensor, first: tuple[str, Column]
+    def _fastest(
+        self,
+        context: Context,
+        u: Tensor,
+        Au: Tensor,
+        first: tuple[str, Column],
+        *,
+        wide: bool = False,
     ) -> tuple[str, Column]:
-        """Return the second way if it gives the product ``Au`` of the first way, else the first."""
-        name, column = self._ways[1]
+        """Return the fastest way without a trace that gives the product ``Au`` of the first way.
+
+        A rule and not a stopwatch, so that products do not change in the last digit from run to
+        run. :func:`ritz.curvature._matrices.hessian` has the measurements.
+        """
+        ways = () if u.is_cuda else self._ways[1:2] if wide else self._ways[:0:-1]
+        for way in ways if wide or self._reversed else ():
+            if way[0] == first[0] or self._gives(way[1], context, u, Au):
+                return way
+        return first
+
+    def _gives(self, column: Column, context: Context, u: Tensor, Au: Tensor) -> bool:
+        """Return whether a way gives the product ``Au``."""
         multiply = partial(self._eager, column, context, u[None])
         product, problem = attempt(multiply, NotImplementedError, RuntimeError)
-        same = not problem and is_below(float((product - Au).norm()), _rtol(u) * float(Au.norm()))
-        return (name, column) if same else first
+        if problem:
+            return False
+        return is_below(float((product[0] - Au).norm()), _rtol(u) * float(Au.norm()))
 
     def _checked_trace(
         self, column: Column, context: Context, u: Tensor, Au: Tensor, v: Tensor
@@ -498,7 +548,7 @@ class Products:
         if not problem and len(known or ()) >= TUNING.max_paths:
             problem = f"one shape takes more than {TUNING.max_paths} paths through the model"
         elif not problem and self._num_traces >= TUNING.max_traces:
-            problem = f"there are more than {TUNING.max_traces} shapes"
+            problem = MANY_SHAPES
         if not problem:
             trace, problem = attempt(partial(self._linearize, column, context), *kinds)
         if problem:
@@ -570,7 +620,8 @@ class Products:
     def _linearize(self, column: Column, context: Context, rows: int = 0) -> Linearization:
         point, multiply = (self.risk.params, context), partial(self._multiply, column)
         self._num_traces += 1
-        with self._derivatives_exist(), without_warnings_of_torch():
+        quiet = without_warnings_of_torch()
+        with self._derivatives_exist(), quiet, without_garbage_collection():
             return Linearization(
                 multiply, self.risk.theta, point, compiled=self._compile, rows=rows
             )

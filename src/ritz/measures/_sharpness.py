@@ -200,6 +200,8 @@ def sharpness(
     generator = resolve_generator(generator)
     num_rows = len(centres) * len(matrices)
     num_steps, num_probes, spent = _limit_products(max_products, num_steps, num_probes, num_rows)
+    # Few products do not repay a trace.
+    operator = partial(operator, num_products=num_steps * num_probes)
     start = random_vectors(risk, num_probes, generator)
     settings = {
         "num_steps": num_steps,
