@@ -135,10 +135,10 @@ def noisy_walk(options, take_of, rate):
 @pytest.mark.parametrize(
     ("options", "phases"),
     [
-        *(({"kind": kind}, {"new moments"}) for kind in CAPTURED),
-        ({"refresh": 3, "until": 30}, {"new moments", "old moments", "without noise"}),
-        ({"kind": "full", "until": 20, "momentum": "before"}, {"new moments", "without noise"}),
-        ({"norm": True, "refresh": 3}, {"new moments", "old moments"}),
+        *(({"kind": kind}, ["new moments"]) for kind in CAPTURED),
+        ({"refresh": 3, "until": 30}, ["new moments", "old moments", "without noise"]),
+        ({"kind": "full", "until": 20, "momentum": "before"}, ["new moments", "without noise"]),
+        ({"norm": True, "refresh": 3}, ["new moments", "old moments"]),
     ],
     ids=str,
 )
@@ -151,7 +151,7 @@ def test_replays_draw_the_noise_of_ordinary_steps(played, options, phases):
             dict(options), lambda step: _cuda_graph.CapturedStep(step, required=True), rate
         )
 
-        assert {key[-1] for key in take._graphs} == phases
+        assert {key[-1] for key in take._graphs} == set(phases)
         assert other.num_steps == noise.num_steps == 48
         assert_same_bits(found, weights)
         assert_same_bits(found_average, averaged)
