@@ -145,10 +145,12 @@ def test_replayed_sums_give_the_steps_of_the_cpu(name, options, monkeypatch):
     make, shape = MODELS[name]
     model = built(make)
     other = copy.deepcopy(model).cuda()
+    # Eigenvectors of zero differ from one device to the other, so EK-FAC gets regular factors.
+    rows = 160 if "kind" in options else 8
     every = {"factor_every": 1, "inverse_every": 10}
     optimizers = [KFAC(each, lr=0.1, delta=0.5, **every, **options) for each in (model, other)]
     for step in range(9):
-        x, y = noise(16, *shape, seed=step), labels(3, 16, seed=step)
+        x, y = noise(rows, *shape, seed=step), labels(3, rows, seed=step)
         for each, optimizer in zip((model, other), optimizers, strict=True):
             device = next(each.parameters()).device
             optimizer.zero_grad()

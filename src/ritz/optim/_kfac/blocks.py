@@ -11,17 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, final, get_args
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from ritz._core.checks import check_choice, check_count, check_range, plain_fields
 from ritz._core.distributed import world_size
 from ritz.curvature._shared import (
     CONVOLUTIONS,
     Call,
-    KFACKind,
     affine_gradients,
     input_columns,
     input_moment,
@@ -38,50 +36,12 @@ from ritz.curvature._shared import (
     token_deltas,
 )
 from ritz.optim._kfac.inverses import aligned, eigenbasis, num_zeros, times
+from ritz.optim._kfac.settings import Settings
 
-Kind = Literal["kfac", "ekfac"]
-DampingMethod = Literal["exact", "factored"]
-WeightSharing = Literal["expand", "reduce"]
-Basis = Literal["eigh", "qr"]
-ProductPrecision = Literal["float32", "tf32"]
 Tensors = dict[str, Tensor]
 # If a linear layer has at least this many inputs per row of a batch, the input factor of a step is
 # not formed, because writing and reading it would cost more than the products.
 WIDE = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of K-FAC, checked when they are created; see :class:`ritz.optim.KFAC`."""
-
-    kind: Kind = "kfac"
-    fisher: KFACKind = "empirical"
-    damping: DampingMethod = "factored"
-    # 100 as in the published runs (Granziol, Spectral Machine Learning, section 5.8.2). Factors are
-    # updated ten times as often.
-    factor_every: int = 10
-    inverse_every: int = 100
-    factor_decay: float = 0.95  # Martens and Grosse (2015), section 5
-    weight_sharing: WeightSharing = "expand"
-    basis: Basis = "eigh"
-    max_order: int | None = None
-    precision: ProductPrecision | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        plain_fields(self)
-        choices: dict[str, Any] = {"kind": Kind, "fisher": KFACKind, "damping": DampingMethod}
-        choices |= {"weight_sharing": WeightSharing, "basis": Basis}
-        choices |= {"precision": ProductPrecision} if self.precision is not None else {}
-        for name, kind in choices.items():
-            check_choice(name, getattr(self, name), get_args(kind))
-        check_count("factor_every", self.factor_every)
-        check_count("inverse_every", self.inverse_every)
-        check_count("seed", self.seed, low=0)
-        if self.max_order is not None:
-            check_count("max_order", self.max_order, low=0)
-        check_range("factor_decay", self.factor_decay, low=0.0, high=1.0)
-
 
 # A call of a layer, and the derivatives ``(1, batch, ...)`` in its outputs for each column.
 LayerCall = tuple[Call, list[Tensor]]

@@ -3,9 +3,9 @@
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypedDict, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -16,51 +16,23 @@ from ritz._core.checks import check_type
 from ritz._core.distributed import all_sum, broadcast, rank, unwrapped, world_size
 from ritz._core.modes import arithmetic
 from ritz._core.params import check_optimizer, check_setting, parameters
-from ritz.curvature._shared import KFACKind, Replayed, as_likelihood, known_loss
+from ritz.curvature._shared import Replayed, as_likelihood, known_loss
 from ritz.optim._kfac.blocks import (
-    Basis,
     Block,
-    DampingMethod,
-    Kind,
     KroneckerBlock,
     LayerCall,
     Pass,
-    ProductPrecision,
-    Settings,
     Tensors,
-    WeightSharing,
     block_of,
 )
 from ritz.optim._kfac.capture import Capture, is_attention
 from ritz.optim._kfac.deferred import NO_VALUES, DeferredSums, let_wait
 from ritz.optim._kfac.inverses import inverses_of
+from ritz.optim._kfac.settings import Settings
 from ritz.optim._state_tensors import StateDict, named_params, owners
 
 PREFIX = "kfac_"  # prefix of the names in the state of a parameter
 Gradients = dict[Tensor, Tensor]
-
-
-class Options(TypedDict, total=False):
-    """Options of the curvature; see :class:`ritz.optim.KFAC`."""
-
-    kind: Kind
-    fisher: KFACKind
-    damping: DampingMethod
-    factor_every: int
-    inverse_every: int
-    factor_decay: float
-    weight_sharing: WeightSharing
-    basis: Basis
-    max_order: int | None
-    precision: ProductPrecision | None
-    seed: int
-
-
-def checked_settings(options: Mapping[str, Any]) -> Settings:
-    """Return the settings with defaults. Raise for unknown or invalid options."""
-    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
-        raise TypeError(f"KFAC got unknown arguments {', '.join(unknown)}")
-    return Settings(**options)
 
 
 # Inverses with factored damping are computed again if the damping has changed by more than this

@@ -12,8 +12,9 @@ from torch.optim.optimizer import ParamsT
 from ritz._core.checks import check_type
 from ritz._core.params import check_momentum, check_setting
 from ritz.optim._curvature_optimizer import evaluate, optimizer_gradients
-from ritz.optim._kfac.curvature import Curvature, Gradients, Options, checked_settings
+from ritz.optim._kfac.curvature import Curvature, Gradients
 from ritz.optim._kfac.preconditioner import check_clip, clip_factor
+from ritz.optim._kfac.settings import Options, checked_settings
 
 
 @final
@@ -54,7 +55,9 @@ class KFAC(Optimizer):
     EK-FAC). Layers with thousands of inputs dominate all three: pass ``max_order`` to make their
     factors diagonal. Memory: factors and inverses. They are part of ``state_dict()``, so that a
     resumed run is the same bit for bit. In the steps that update the factors, inputs of layers are
-    stored from the forward to the backward pass.
+    stored from the forward to the backward pass. On a GPU the factors of all layers are computed
+    from one CUDA graph if that takes at most 2 GiB for inputs, derivatives and results. These are
+    then stored twice until the step.
 
     Args:
         model: The model, also inside DistributedDataParallel.

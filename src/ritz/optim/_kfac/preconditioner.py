@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ritz._core.params import check_optimizer, check_setting, parameters
-from ritz.optim._kfac.curvature import Curvature, Gradients, Options, checked_settings
+from ritz.optim._kfac.curvature import Curvature, Gradients
+from ritz.optim._kfac.settings import Options, checked_settings
 
 
 @final
