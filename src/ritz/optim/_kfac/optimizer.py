@@ -56,8 +56,8 @@ class KFAC(Optimizer):
     factors diagonal. Memory: factors and inverses. They are part of ``state_dict()``, so that a
     resumed run is the same bit for bit. In the steps that update the factors, inputs of layers are
     stored from the forward to the backward pass. On a GPU the factors of all layers are computed
-    from one CUDA graph if that takes at most 2 GiB for inputs, derivatives and results. These are
-    then stored twice until the step.
+    from one CUDA graph if inputs, derivatives and factors take at most 2 GiB, which the graph
+    keeps copies of.
 
     Args:
         model: The model, also inside DistributedDataParallel.
