@@ -13,10 +13,13 @@ from torch.nn.functional import cross_entropy
 from ritz.curvature import _cuda_graph
 from ritz.optim import KFAC
 from ritz.optim._kfac import curvature, deferred
+from ritz.optim._kfac.blocks import Block
 
 
 class Replays:
     """Like `Replayed` on a GPU: from the third call on, nothing but the tensors is computed."""
+
+    may_record = True
 
     def __init__(self, function, *, borrowed):
         self.function, self.calls = function, 0
@@ -33,15 +36,17 @@ class Replays:
 @pytest.fixture
 def waiting(monkeypatch):
     """Let all blocks wait as on a GPU; returns those that did."""
-    waited = []
+    waited, let_wait = [], deferred.DeferredSums.let_wait
 
-    def let_wait(blocks):
+    def let_wait_here(self, blocks):
         Replays.blocks = blocks
-        for block in blocks:
-            block.waits = block.may_wait and bool(block.inverse)
-            waited.extend([block] * block.waits)
+        with monkeypatch.context() as patch:
+            patch.setattr(Block, "device", torch.device("cuda"))
+            let_wait(self, blocks)
+        waited.extend(block for block in blocks if block.waits)
 
-    monkeypatch.setattr(curvature, "let_wait", let_wait)
+    monkeypatch.setattr(deferred.DeferredSums, "let_wait", let_wait_here)
+    monkeypatch.setattr(deferred, "may_replay", lambda: True)
     monkeypatch.setattr(deferred, "Replayed", Replays)
     return waited
 
@@ -108,30 +113,56 @@ def test_sums_that_are_not_finite_are_dropped():
     assert all(bool(total.isfinite().all()) for block in blocks for total in block.average.values())
 
 
-@pytest.mark.usefixtures("waiting")
-def test_a_derivative_that_is_overwritten_before_the_step_is_an_error():
+class Positions(nn.Module):
+    """A parameter with the shape of the output of a layer, whose gradient torch does not copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.positions = nn.Parameter(torch.zeros(1, 4))
+
+    def forward(self, x):
+        return self.last((self.layer(x) + self.positions).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:KFAC uses the plain gradient")
+def test_a_derivative_may_become_the_gradient_of_a_parameter(request):
+    model = built(Positions)
+    batches = ((1,), (1, 1), (1, 1), (1, 1))
+    expected = train(copy.deepcopy(model), (3,), {}, batches)
+
+    waited = request.getfixturevalue("waiting")
+
+    torch.testing.assert_close(train(model, (3,), {}, batches), expected)
+    assert waited
+
+
+def test_calls_wait_no_longer_if_a_step_becomes_large(waiting, monkeypatch):
     model = built(small_network)
     optimizer = KFAC(model, factor_every=1)
-    for _ in range(2):
+    blocks, size = optimizer.curvature.blocks, 8 * 5 * (3 + 4 + 4 + 3)
+    monkeypatch.setattr(curvature, "MEMORY", 2 * size)
+    monkeypatch.setattr(deferred, "MEMORY", 2 * size)
+    for count in (1, 2, 4):
         optimizer.zero_grad()
-        hidden = model[1](model[0](noise(5, 3)))
-        outputs = model[2](hidden)
-        cross_entropy(outputs, labels(3, 5)).backward()
-        if optimizer.curvature.steps:
-            with torch.no_grad():
-                hidden.zero_()
-            with pytest.raises(RuntimeError, match=r"layer '2' until the step, but one of them"):
-                optimizer.step()
-        else:
-            optimizer.step()
+        for part in range(count):
+            x, y = noise(5, 3, seed=part), labels(3, 5, seed=part)
+            (cross_entropy(model(x), y) / count).backward()
+            if part < 2:  # the first step has no inverses that calls could wait for
+                assert all(len(b.waiting) == (part + 1 if count > 1 else 0) for b in blocks)
+        assert not (count == 4 and any(block.waiting or block.waits for block in blocks))
+        optimizer.step()
+        assert all(block.waits == (count < 4) for block in blocks)
+    inputs = torch.cat([torch.cat([noise(5, 3, seed=i), torch.ones(5, 1)], 1) for i in range(4)])
+    # The first layer got 5, 10 and 20 rows in three steps, of which each counts a third.
+    steps = [inputs[:n].T @ inputs[:n] / n for n in (5, 10, 20)]
+    torch.testing.assert_close(blocks[0].average["inputs"], sum(steps) / 3)
 
 
-def test_no_layer_waits_on_the_cpu_or_after_large_steps():
+def test_no_layer_waits_on_the_cpu():
     model = built(small_network)
     optimizer = KFAC(model, factor_every=1)
-    train_once = cross_entropy(model(noise(5, 3)), labels(3, 5))
-    train_once.backward()
-    assert sum(block.nbytes for block in optimizer.curvature.blocks) == 8 * 5 * (3 + 4 + 4 + 3)
+    cross_entropy(model(noise(5, 3)), labels(3, 5)).backward()
     optimizer.step()
 
     assert not any(block.waits for block in optimizer.curvature.blocks)

@@ -260,11 +260,11 @@ def test_groups_are_complete_before_the_preconditioner():
 
 
 def test_an_input_that_is_overwritten_is_named():
-    model = built(lambda: nn.Sequential(nn.Linear(3, 3)))
+    model = built(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
     optimizer = KFAC(model, fisher="ggn")
-    x = noise(5, 3).requires_grad_() * 2
+    x = noise(5, 3)
     outputs = model(x)
-    x.detach().zero_()
+    x.zero_()
     with pytest.raises(RuntimeError, match="input of layer '0', which was modified in place"):
         optimizer.observe(outputs, labels(3, 5), cross_entropy)
 

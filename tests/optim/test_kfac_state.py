@@ -65,6 +65,22 @@ def test_a_preconditioned_optimiser_resumes_bit_for_bit(make):
     assert torch.equal(flat(whole.parameters()), flat(model.parameters()))
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
+def test_fused_optimisers_take_the_preconditioned_steps(kind):
+    # Fused kernels read gradients in the order of memory of the parameters.
+    models = [built(convolutional) for _ in range(2)]
+    models[1].to(memory_format=torch.channels_last)
+    for model, fused in zip(models, (False, True), strict=True):
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, fused=fused)
+        KFACPreconditioner(optimizer, model, factor_every=1)
+        for step in range(4):
+            optimizer.zero_grad()
+            cross_entropy(model(noise(7, 2, 5, 5, seed=step)), labels(3, 7, seed=step)).backward()
+            optimizer.step()
+
+    torch.testing.assert_close(*(flat(model.parameters()) for model in models))
+
+
 def test_a_removed_preconditioner_leaves_the_optimiser_alone():
     models = built(small_network), built(small_network)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]

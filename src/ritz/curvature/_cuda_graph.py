@@ -109,6 +109,11 @@ class Replayed:
         """Number of graphs that were recorded."""
         return len(self._recorded)
 
+    @property
+    def may_record(self) -> bool:
+        """Whether there is a graph, or there may be one for calls like those before."""
+        return bool(self._recorded) or all(calls < 3 for calls in self._calls.values())
+
     def __call__(
         self, values: Values, /, *inputs: Tensor, replay: Reserve | None = reserve_little
     ) -> Sequence[Tensor]:
@@ -120,7 +125,7 @@ class Replayed:
             replay: Called with the size of the copies before a graph is recorded. ``None`` allows
                 no graph.
         """
-        if replay is None or not inputs[0].is_cuda or not _may_replay():
+        if replay is None or not inputs[0].is_cuda or not may_replay():
             return self._function(*values, *inputs)
         with torch.cuda.device(inputs[0].device):
             return self._replay(values, inputs, replay)
@@ -188,7 +193,8 @@ def _tensors(values: Sequence[Tensor | int]) -> list[Tensor]:
     return [each for each in values if isinstance(each, Tensor)]
 
 
-def _may_replay() -> bool:
+def may_replay() -> bool:
+    """Return whether functions are replayed now, if they can be."""
     fixed = torch.are_deterministic_algorithms_enabled() or world_size() > 1
     return not fixed and not torch.cuda.is_current_stream_capturing()
 

@@ -2,7 +2,7 @@
 
 from ritz.curvature._adapter import Adapter, Forward
 from ritz.curvature._batches import draw_samples
-from ritz.curvature._cuda_graph import Replayed, Values
+from ritz.curvature._cuda_graph import Replayed, Values, may_replay
 from ritz.curvature._exact import Rows
 from ritz.curvature._kfac import KFACKind
 from ritz.curvature._kfac_factors import (

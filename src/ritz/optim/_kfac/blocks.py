@@ -51,6 +51,16 @@ def _tensors(call: LayerCall) -> list[Tensor]:
     return [call[0].args[0], *call[1]]
 
 
+def _copied(call: LayerCall) -> LayerCall:
+    """Return a copy of a call, for calls that are added after the backward pass.
+
+    Until then the next batch may be written into its input, and torch may take its derivative for
+    the gradient of a parameter of the same shape.
+    """
+    x, *columns = (tensor.clone() for tensor in _tensors(call))
+    return replace(call[0], args=(x,), output=columns[0][0]), columns
+
+
 @dataclass(eq=False, slots=True)
 class Pass:
     """A forward pass of the model.
@@ -95,13 +105,12 @@ class Block(ABC):
         self.updates = 0
         self.waits = False
         self.waiting: list[list[LayerCall]] = []
-        self._versions: list[int] = []
         self.samples = self.rows = self.nbytes = 0
         self._calls = 0  # calls whose derivatives have not arrived
         self._backward: object = None
         self._several = False  # whether several calls may belong to this backward pass
         self._counted: set[tuple[object, int]] = set()
-        self._waiting: dict[tuple[object, int, int], list[LayerCall]] = {}
+        self._incomplete: dict[tuple[object, int, int], list[LayerCall]] = {}
         self._late: list[list[LayerCall]] = []  # calls to be projected, for EK-FAC
 
     @property
@@ -177,33 +186,31 @@ class Block(ABC):
         self.nbytes += sum(tensor.nbytes for tensor in _tensors(call))
         if self.joins and self._several:
             key = of.backward, rows, len(call[1])
-            self._waiting.setdefault(key, []).append(call)
+            self._incomplete.setdefault(key, []).append(_copied(call))
+        elif self.waits:
+            self.waiting.append([_copied(call)])
         else:
-            self._take([call])
-
-    def _take(self, calls: list[LayerCall]) -> None:
-        if self.waits:
-            self.waiting.append(calls)
-            self._versions += [tensor._version for call in calls for tensor in _tensors(call)]
-        else:
-            self.add(calls)
+            self.add([call])
 
     def take_waiting(self) -> list[Tensor]:
         """Return inputs and derivatives of the calls that wait, which then wait no more."""
-        tensors = [each for calls in self.waiting for call in calls for each in _tensors(call)]
-        if [tensor._version for tensor in tensors] != self._versions:
-            raise RuntimeError(
-                f"K-FAC needs inputs and derivatives of layer {self.name!r} until the step, but "
-                "one of them was modified in place: use an operation that is not in place"
-            )
-        self.waiting, self._versions = [], []
-        return tensors
+        waiting, self.waiting = self.waiting, []
+        return [each for calls in waiting for call in calls for each in _tensors(call)]
+
+    def stop_waiting(self) -> None:
+        """Add the calls that wait. Later ones of this step do not wait."""
+        waiting, self.waiting, self.waits = self.waiting, [], False
+        for calls in waiting:
+            self.add(calls)
 
     def complete(self) -> None:
         """Add the calls that had to wait for all calls of the step."""
-        waiting, self._waiting, self._calls = self._waiting, {}, 0
-        for calls in waiting.values():
-            self._take(calls)
+        complete, self._incomplete, self._calls = self._incomplete, {}, 0
+        for calls in complete.values():
+            if self.waits:
+                self.waiting.append(calls)
+            else:
+                self.add(calls)
         self.join()
 
     def join(self) -> None:
@@ -217,8 +224,8 @@ class Block(ABC):
         """Forget the sums of this step."""
         self.restart()
         self.samples = self.nbytes = 0
-        self.waiting, self._versions = [], []
-        self._backward, self._counted, self._waiting, self._late = None, set(), {}, []
+        self.waiting = []
+        self._backward, self._counted, self._incomplete, self._late = None, set(), {}, []
 
     def restart(self) -> None:
         """Forget the sums, but not the calls that wait."""
@@ -377,7 +384,8 @@ class KroneckerBlock(Block):
         if self.settings.kind == "ekfac" and self.inverse:
             self._project(calls)
         elif self.settings.kind == "ekfac":
-            self._late.append(calls)  # projected later in this step, when there are eigenbases
+            # Projected later in this step, when there are eigenbases.
+            self._late.append([_copied(call) for call in calls])
 
     def _add_expanded(self, call: Call, columns: list[Tensor]) -> None:
         x, module = call.args[0], self.module

@@ -227,10 +227,7 @@ class Capture:
         self._check_scale(x.device.type)
         # The backward pass calls checkpointed layers again, for the same samples.
         inside = self._inside or torch._C._current_graph_task_id() != -1
-        # Calls may wait until the step, and a loop may write the next batch into the memory of this
-        # one before that.
-        x = x.detach() if x.requires_grad else x.detach().clone()
-        of = (self._pass if inside else None) or Pass(None)
+        x, of = x.detach(), (self._pass if inside else None) or Pass(None)
         if torch._C._current_graph_task_id() == -1:
             block.expect()
         if self._waits:

@@ -26,7 +26,7 @@ from ritz.optim._kfac.blocks import (
     block_of,
 )
 from ritz.optim._kfac.capture import Capture, is_attention
-from ritz.optim._kfac.deferred import NO_VALUES, DeferredSums, let_wait
+from ritz.optim._kfac.deferred import MEMORY, NO_VALUES, DeferredSums, size_of_step
 from ritz.optim._kfac.inverses import inverses_of
 from ritz.optim._kfac.settings import Settings
 from ritz.optim._state_tensors import StateDict, named_params, owners
@@ -113,6 +113,10 @@ class Curvature:
     def _receive(self, block: Block, call: LayerCall, of: Pass) -> None:
         with arithmetic(self.settings.precision):
             block.receive(call, of)
+            # With more batches per step than before, fewer calls can wait.
+            if block.waits and size_of_step(self.blocks) > MEMORY:
+                for each in self.blocks:
+                    each.stop_waiting()
 
     def observe(self, outputs: Tensor, target: Any, loss_fn: Any) -> None:
         """Capture the curvature of a batch for ``fisher="monte_carlo"`` or ``"ggn"``."""
@@ -165,7 +169,7 @@ class Curvature:
         if self.capturing:
             if gains := self._absorb(gradients):
                 self._invert(gains, deltas)
-            let_wait(self.blocks)
+            self._sums.let_wait(self.blocks)
             for block in self.blocks:
                 block.clear()
         elif any(self._is_outdated(block, deltas[block]) for block in self.blocks):
@@ -203,7 +207,7 @@ class Curvature:
                 result = dict(
                     _precondition(blocks, dict(zip(params, gradients, strict=True)), deltas)
                 )
-                return [result[p] for p in params]
+                return [as_laid_out(result[p], p) for p in params]
 
             self._replayed = key, Replayed(multiply, borrowed=True)
         return self._replayed[1]
@@ -367,9 +371,22 @@ class Curvature:
             self.steps = max(self.steps, int(entry.pop("steps", 0)))
             damping = entry.pop("inverse_delta", None)
             block.inverse_delta = None if damping is None else float(damping)
-            block.load({k: v.to(block.device, block.dtype, copy=True) for k, v in entry.items()})
+            # Without the strides of the tensor that was saved.
+            block.load(
+                {
+                    key: torch.empty(v.shape, dtype=block.dtype, device=block.device).copy_(v)
+                    for key, v in entry.items()
+                }
+            )
         self._loaded = {}
         self._arm()
+
+
+def as_laid_out(direction: Tensor, p: Tensor) -> Tensor:
+    """Return a direction with the strides of its parameter, which fused optimisers require."""
+    if direction.stride() == p.stride():
+        return direction
+    return torch.empty_like(p, dtype=direction.dtype).copy_(direction)
 
 
 def _add_inverses(inverses: dict[Block, Tensors], deltas: dict[Block, float]) -> None:
@@ -380,8 +397,11 @@ def _add_inverses(inverses: dict[Block, Tensors], deltas: dict[Block, float]) ->
         for name, matrix in block.matrices(deltas[block]).items()
     ]
     if wanted:
-        found = inverses_of([matrix for *_, matrix in wanted], wanted[0][0].device)
-        for (block, name, _), inverse in zip(wanted, found, strict=True):
+        # An inverse is as large as the average it comes from.
+        largest = max(each.nbytes for block in inverses for each in block.average.values())
+        matrices = [matrix for *_, matrix in wanted]
+        results = inverses_of(matrices, wanted[0][0].device, largest=largest)
+        for (block, name, _), inverse in zip(wanted, results, strict=True):
             inverses[block][name] = inverse
 
 

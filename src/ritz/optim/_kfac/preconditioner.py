@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ritz._core.params import check_optimizer, check_setting, parameters
-from ritz.optim._kfac.curvature import Curvature, Gradients
+from ritz.optim._kfac.curvature import Curvature, Gradients, as_laid_out
 from ritz.optim._kfac.settings import Options, checked_settings
 
 
@@ -104,7 +104,7 @@ class KFACPreconditioner:
         limit = clip_factor(optimizer, self._gradients, directions, self.kl_clip)
         for p, direction in directions.items():
             # Assigned and not modified in place, as the gradient may be a view of a DDP bucket.
-            p.grad = direction if limit is None else direction * limit
+            p.grad = as_laid_out(direction if limit is None else direction * limit, p)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for p, gradient in self._gradients.items():
