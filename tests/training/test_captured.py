@@ -11,6 +11,7 @@ from training.examples import Stop, StoppedError, assert_same_bits, network, sam
 from ritz.curvature._noise_kinds import NOISE_KINDS
 from ritz.curvature._shared import Adapter
 from ritz.optim import CovarianceNoise, IterateAverage, Lookahead
+from ritz.optim._shared import NoiseReplay
 from ritz.training import TrainingConfig, _cuda_graph, fit
 from ritz.training._checkpoint import load_optimizer_state, optimizer_state
 from ritz.training._fit import channels_last
@@ -29,7 +30,8 @@ class Played:
     """A graph whose replay computes what was recorded."""
 
     def replay(self):
-        with _cuda_graph.recording_hooks(self.step.optimizer, self.step.noise):
+        noise = None if self.step.noise is None else NoiseReplay(self.step.noise)
+        with _cuda_graph.recording_hooks(self.step.optimizer, noise):
             Step.__call__(self.step, self.pieces)
 
 

@@ -41,6 +41,17 @@ def test_every_kind_trains(kind):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("kind", NOISE_KINDS)
+def test_a_micro_batch_without_labels_adds_no_noise(kind):
+    (x, y), model = samples(48), network()
+    y = torch.cat([y[:24], torch.full_like(y[24:], -100)])
+    batches = [(x[:24], y[:24]), (x[24:], y[24:])]
+    fit(model, batches, num_epochs=2, accumulate=2, noise=kind, noise_batch=4,
+        optimizer_settings={"lr": 0.2})  # fmt: skip
+
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 class Weights:
     """Keeps the weights after every step."""
 

@@ -181,7 +181,7 @@ class KnownLoss:
             mass = (1 - self.smoothing) * target.sum(1) + self.smoothing
             return mass.to(outputs.dtype) * (outputs.shape[1] / outputs.numel())
         counted = (target != self.ignore_index).to(outputs.dtype)
-        return counted / counted.sum()
+        return counted / counted.sum().clamp_min(1)  # zero if all labels are ignored
 
 
 def known_loss(loss_fn: Any) -> KnownLoss | None:

@@ -66,6 +66,9 @@ class CovarianceNoise:
     with ``kfac``, and those of a gradient scaler, which read from the device whether the numbers
     are finite, run as usual.
 
+    **Overflow.** With a gradient scaler, elements of the noise that are not finite are set to zero.
+    Without one they reach the weights, as those of a gradient do.
+
     **Saving.** ``optimizer.state_dict()`` contains the number of steps. The random numbers depend
     on seed, step and process only, so that a resumed run is the same bit for bit. With ``refresh``
     above one, the square roots of the second moments are saved too.
@@ -145,7 +148,7 @@ class CovarianceNoise:
         # Must run before the hooks of averages, which include the noise.
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(after.id, last=False)
-        self.hooks = before.id, after.id
+        self._hooks = before.id, after.id
         optimizer.register_load_state_dict_post_hook(self._load)
 
     def __repr__(self) -> str:
@@ -266,36 +269,7 @@ class CovarianceNoise:
         curvature = curvature_of(self.optimizer)
         return nullcontext() if curvature is None else curvature.paused()
 
-    # --------------------------------------------------------------------------------------
-    # For steps that are replayed from a CUDA graph: begin(), the replay, advance().
-
-    @property
-    def capturable(self) -> bool:
-        """Whether steps can be recorded. The host reads whether a factorisation succeeded."""
-        return self.kind != "kfac"
-
-    @property
-    def phase(self) -> str:
-        """What the next step computes: two steps of the same phase have the same graph."""
-        if not self.active:
-            return "without noise"
-        return "new moments" if self._fresh else "old moments"
-
-    @property
-    def generators(self) -> tuple[torch.Generator, ...]:
-        """The random generators that a graph draws from."""
-        return self._step.generators.shared, self._step.generators.own
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Return a context in which a step is recorded. It is not taken, and so not counted."""
-        self._recording = True
-        try:
-            yield
-        finally:
-            self._recording, self._begun, self._noise = False, False, None
-
-    def advance(self) -> None:
+    def _advance(self) -> None:
         """Count a step."""
         if self.refresh > 1 and self.active and self._step.fresh:
             self._save()
@@ -363,7 +337,7 @@ class CovarianceNoise:
                 weights = [p for p in group["params"] if p in self._names and p.grad is not None]
                 draw.add_to({self._names[p]: p for p in weights}, group["lr"])
         if not self._recording:
-            self.advance()
+            self._advance()
 
     def _save(self) -> None:
         for name, roots in self._step.roots.items():
@@ -379,6 +353,55 @@ class CovarianceNoise:
             roots = {k.removeprefix(ROOT): v for k, v in state.items() if k.startswith(ROOT)}
             if roots:
                 self._step.roots[name] = roots
+
+
+@final
+class NoiseReplay:
+    """The noise of steps that are replayed from CUDA graphs: begin(), the replay, advance()."""
+
+    def __init__(self, noise: CovarianceNoise) -> None:
+        self._noise = noise
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether steps can be recorded. The host reads whether a factorisation succeeded."""
+        return self._noise.kind != "kfac"
+
+    @property
+    def phase(self) -> str:
+        """What the next step computes: two steps of the same phase have the same graph."""
+        if not self._noise.active:
+            return "without noise"
+        return "new moments" if self._noise._fresh else "old moments"
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The random generators that a graph draws from."""
+        generators = self._noise._step.generators
+        return generators.shared, generators.own
+
+    @property
+    def hooks(self) -> tuple[int, ...]:
+        """Numbers of the hooks of the optimiser whose work is part of a graph."""
+        return self._noise._hooks
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context manager in which a step is recorded. It is not taken, and so not counted."""
+        noise = self._noise
+        noise._recording = True
+        try:
+            yield
+        finally:
+            noise._recording, noise._begun, noise._noise = False, False, None
+
+    def begin(self) -> None:
+        """Set the seeds that the graph of the next step reads."""
+        self._noise.begin()
+
+    def advance(self) -> None:
+        """Count a step."""
+        self._noise._advance()
 
 
 @final

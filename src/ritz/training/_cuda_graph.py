@@ -17,6 +17,7 @@ from ritz._core.distributed import world_size
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
 from ritz.optim import CovarianceNoise
+from ritz.optim._shared import NoiseReplay
 from ritz.training._optimizers import nested
 from ritz.training._step import Piece, Step
 
@@ -30,7 +31,7 @@ def is_captured(
     noise: CovarianceNoise | None = None,
 ) -> bool:
     """Return whether to capture steps in a CUDA graph; raise if that is required but impossible."""
-    refused = noise is not None and not noise.capturable
+    refused = noise is not None and not NoiseReplay(noise).is_possible
     if config.capture and refused:
         raise ValueError(
             "capture must be False with noise='kfac', whose factorisations the host checks"
@@ -73,7 +74,8 @@ class CapturedStep:
     """
 
     def __init__(self, step: Step, *, required: bool) -> None:
-        self._step, self._required, self._noise = step, required, step.noise
+        self._step, self._required = step, required
+        self._noise = None if step.noise is None else NoiseReplay(step.noise)
         self._optimizers = nested(step.optimizer)
         self._stream = torch.cuda.Stream()
         self._seen: Counter[Signature] = Counter()
@@ -154,7 +156,7 @@ def _signature(pieces: Sequence[Piece]) -> Signature:
     )
 
 
-def _generators(noise: CovarianceNoise | None) -> list[torch.Generator]:
+def _generators(noise: NoiseReplay | None) -> list[torch.Generator]:
     """Return the random generators from which a step draws: dropout uses the default one."""
     default = torch.cuda.default_generators[torch.cuda.current_device()]
     return [default, *(() if noise is None else noise.generators)]
@@ -164,13 +166,13 @@ def _inputs(pieces: Sequence[Piece]) -> list[Tensor]:
     return tensors([(piece.batch, piece.share) for piece in pieces])
 
 
-def hooks_inside(noise: CovarianceNoise | None) -> tuple[int, ...]:
+def hooks_inside(noise: NoiseReplay | None) -> tuple[int, ...]:
     """Return the hooks whose work is part of a graph."""
     return () if noise is None else noise.hooks
 
 
 @contextmanager
-def recording_hooks(optimizer: Optimizer, noise: CovarianceNoise | None) -> Iterator[None]:
+def recording_hooks(optimizer: Optimizer, noise: NoiseReplay | None) -> Iterator[None]:
     """Leave the optimiser those hooks alone whose work is part of a graph."""
     inside = hooks_inside(noise)
     with ExitStack() as stack:
