@@ -151,9 +151,10 @@ class Products:
         kind: Name of the matrix. Products of one kind at a risk share their traces.
         ways: Names and functions that compute the product of one batch with one vector: with
             forward mode, with reverse mode alone, and without torch.func. The first one that works
-            is traced. Without a trace on the CPU, the last one that gives the same product is used.
-        forward_layers: Without a trace, still prefer forward mode for models with convolutions or
-            recurrent layers.
+            is traced. Without a trace on the CPU, the last one that gives the same product is used,
+            and for blocks the second one, because the last one cannot be mapped over columns.
+        forward_layers: Without a trace, use forward mode for models with layers in which it is
+            faster: convolutions, and for single vectors recurrent layers.
         engine: ``linearized``, ``eager`` or ``auto``.
         compile: Compile the traces, and search for the fastest convolutions on a GPU (seconds to
             minutes, at the first product).
@@ -205,9 +206,12 @@ class Products:
         self._room: Room | None = None  # known when the first part is cached
         self._num_products = num_products
         self._must_trace = compile or engine == "linearized"
-        layers = (_ConvNd, nn.RNNBase)
-        forward = forward_layers and any(isinstance(each, layers) for each in risk.model.modules())
-        self._reversed = not forward and not risk.theta.is_cuda
+        modules = list(risk.model.modules()) if forward_layers else []
+        # By whether a block has several columns.
+        self._forward = {
+            False: any(isinstance(each, _ConvNd | nn.RNNBase) for each in modules),
+            True: any(isinstance(each, _ConvNd) for each in modules),
+        }
         key = (kind, engine, compile)
         # A trace that another operator made is used, however few products are wanted.
         traced = key in risk.shared and risk.shared[key].traces
@@ -374,9 +378,7 @@ class Products:
         """Return eager products ``(k, n)`` by the fastest way for one or for several columns."""
         choice, wide = self._choice, len(vectors) > 1
         if wide not in choice.untraced:
-            u, first = _as_large(self.risk.theta), (choice.way, column)
-            Au = self._eager(column, context, u[None])[0]
-            choice.untraced[wide] = self._fastest(context, u, Au, first, wide=wide)[1]
+            choice.untraced[wide] = self._fastest(context, (choice.way, column), wide=wide)[1]
         return self._eager(choice.untraced[wide], context, vectors)
 
     def _eager(self, column: Column, context: Context, vectors: Tensor) -> Tensor:
@@ -418,7 +420,7 @@ class Products:
                     primal, no_trace = attempt(check, Exception)  # a trace can raise any error
             fastest = name, column
             if not problem and primal is None:
-                fastest = self._fastest(context, u, product[0], fastest)
+                fastest = self._fastest(context, fastest)
                 Av = self._eager(fastest[1], context, v[None])[0]
                 problem = _asymmetry(u, product[0], v, Av)
             if problem:
@@ -472,32 +474,41 @@ class Products:
         )
 
     def _fastest(
-        self,
-        context: Context,
-        u: Tensor,
-        Au: Tensor,
-        first: tuple[str, Column],
-        *,
-        wide: bool = False,
+        self, context: Context, first: tuple[str, Column], *, wide: bool = False
     ) -> tuple[str, Column]:
-        """Return the fastest way without a trace that gives the product ``Au`` of the first way.
+        """Return the fastest way without a trace that gives the product of the first way.
 
         A rule and not a stopwatch, so that products do not change in the last digit from run to
         run. :func:`ritz.curvature._matrices.hessian` has the measurements.
+
+        Args:
+            context: The first batch without a trace.
+            first: A way that works, with its name.
+            wide: Whether blocks have several columns.
         """
-        ways = () if u.is_cuda else self._ways[1:2] if wide else self._ways[:0:-1]
-        for way in ways if wide or self._reversed else ():
-            if way[0] == first[0] or self._gives(way[1], context, u, Au):
-                return way
+        faster = self._faster(wide)
+        if not faster or faster[0][0] == first[0]:
+            return first
+        # Two columns, because torch has some derivatives that it cannot map over columns.
+        u = _as_large(self.risk.theta)
+        block = torch.stack([u, -u]) if wide else u[None]
+        expected = self._eager(first[1], context, u[None])[0]
+        for name, column in faster:
+            multiply = partial(self._eager, column, context, block)
+            products, problem = attempt(multiply, NotImplementedError, RuntimeError)
+            if problem:
+                continue
+            gap, size = float((products[0] - expected).norm()), float(expected.norm())
+            if name == first[0] or is_below(gap, _rtol(u) * size):
+                return name, column
         return first
 
-    def _gives(self, column: Column, context: Context, u: Tensor, Au: Tensor) -> bool:
-        """Return whether a way gives the product ``Au``."""
-        multiply = partial(self._eager, column, context, u[None])
-        product, problem = attempt(multiply, NotImplementedError, RuntimeError)
-        if problem:
-            return False
-        return is_below(float((product[0] - Au).norm()), _rtol(u) * float(Au.norm()))
+    def _faster(self, wide: bool) -> Sequence[tuple[str, Column]]:
+        """Return the ways to try without a trace, the fastest first."""
+        _, reverse, plain = self._ways
+        if self.risk.theta.is_cuda or self._forward[wide]:
+            return ()
+        return (reverse,) if wide else (plain, reverse)
 
     def _checked_trace(
         self, column: Column, context: Context, u: Tensor, Au: Tensor, v: Tensor
