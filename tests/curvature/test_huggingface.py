@@ -148,6 +148,15 @@ def test_a_loss_that_is_not_recognised_is_used_as_it_is():
         ritz.ggn(risk)
 
 
+def assert_is_mean_over_tokens(product, model, batches, vector):
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    expected = sum(
+        count / sum(counts) * double_backward(model, batch, vector)
+        for count, batch in zip(counts, batches, strict=True)
+    )
+    assert float((product - expected).norm()) < 1e-5 * float(expected.norm())
+
+
 def test_padded_and_full_batches_share_one_operator():
     model = build("gpt2")
     batches = [batch_for("gpt2", ignored=0), batch_for("gpt2", ignored=3, seed=1)]
@@ -156,12 +165,7 @@ def test_padded_and_full_batches_share_one_operator():
 
     product = op @ vector
 
-    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
-    expected = sum(
-        count / sum(counts) * double_backward(model, batch, vector)
-        for count, batch in zip(counts, batches, strict=True)
-    )
-    assert float((product - expected).norm()) < 1e-5 * float(expected.norm())
+    assert_is_mean_over_tokens(product, model, batches, vector)
     assert "not linearized" not in op.products.plan
 
 
@@ -178,9 +182,4 @@ def test_texts_of_many_lengths_are_exact_and_the_warning_says_how_to_pad():
     with pytest.warns(UserWarning, match="Pad the batches to a few lengths"):
         product = op @ vector
 
-    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
-    expected = sum(
-        count / sum(counts) * double_backward(model, batch, vector)
-        for count, batch in zip(counts, batches, strict=True)
-    )
-    assert float((product - expected).norm()) < 1e-5 * float(expected.norm())
+    assert_is_mean_over_tokens(product, model, batches, vector)

@@ -79,13 +79,18 @@ def walk(kind, take_of):
     adapter = Adapter(model, cross_entropy, None)
     step = Recording(adapter, optimizer, TrainingConfig(), torch.device("cpu"))
     take = take_of(step)
+    averaged = stepped(take, 12, model, average)
+    return state(model), averaged, step.totals, take
+
+
+def stepped(take, count, model, average):
+    """Take steps on batches of two sizes, and return the averaged weights."""
     x, y = samples(48)
-    for i in range(12):
+    for i in range(count):
         rows = slice(0, 20) if i % 4 == 3 else slice(4 * (i % 4), 4 * (i % 4) + 10)
         take([Piece((x[rows], y[rows]))])
     with average.applied(model):
-        averaged = state(model)
-    return state(model), averaged, step.totals, take
+        return state(model)
 
 
 @pytest.mark.parametrize("kind", ["plain", "lookahead"])
@@ -125,12 +130,7 @@ def noisy_walk(options, take_of, rate):
     step = Recording(Adapter(model, cross_entropy, None), optimizer, TrainingConfig(), device,
                      noise=noise)  # fmt: skip
     take = take_of(step)
-    x, y = samples(48)
-    for i in range(48):
-        rows = slice(0, 20) if i % 4 == 3 else slice(4 * (i % 4), 4 * (i % 4) + 10)
-        take([Piece((x[rows], y[rows]))])
-    with average.applied(model):
-        averaged = state(model)
+    averaged = stepped(take, 48, model, average)
     return state(model), averaged, noise, take
 
 

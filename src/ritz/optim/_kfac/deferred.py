@@ -16,8 +16,8 @@ from ritz.curvature._shared import Call, Replayed, Values, may_replay
 from ritz.optim._kfac.blocks import Block, LayerCall
 
 # Calls wait if inputs and derivatives of the step before took at most this many bytes, and a graph
-# is recorded if its copies of them, and its results, do. It is the limit of all graphs; VGG-16 with
-# batches of 128 needs 0.8e9.
+# is recorded if its copies of them and its results do. By count, VGG-16 with batches of 128 needs
+# 0.75e9 bytes in float32.
 MEMORY = 2**31
 NO_VALUES = Values()
 # By block: groups of calls on the same samples, with the number of derivatives of each call.

@@ -55,9 +55,9 @@ class KFAC(Optimizer):
     EK-FAC). Layers with thousands of inputs dominate all three: pass ``max_order`` to make their
     factors diagonal. Memory: factors and inverses. They are part of ``state_dict()``, so that a
     resumed run is the same bit for bit. In the steps that update the factors, inputs of layers are
-    stored from the forward to the backward pass. On a GPU the factors of all layers are computed
-    from one CUDA graph if inputs, derivatives and factors take at most 2 GiB, which the graph
-    keeps copies of.
+    stored from the forward to the backward pass. On a GPU, inputs and derivatives are stored until
+    the step, and one CUDA graph for each batch size has copies of them, if they take at most 2 GiB
+    together with the factors.
 
     Args:
         model: The model, also inside DistributedDataParallel.
